@@ -1,0 +1,53 @@
+"""Builds wheels and source archives into dist/. Standard library only.
+
+build.py [NAME|""]           every member, or one
+build.py --tag NAME-vX.Y.Z   one member for a release: the tag must say the version that the package has
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from uv_tool import find_uv, uv_environment
+from workspace import ROOT, Member, member, members
+
+TAG = re.compile(r"^(?P<name>[a-z0-9][a-z0-9-]*)-v(?P<version>\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)$")
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--tag"]:
+        chosen = [release(arguments[1] if len(arguments) > 1 else "")]
+    else:
+        name = arguments[0] if arguments else ""
+        chosen = [member(name)] if name else members()
+    for each in chosen:
+        build(each)
+
+
+def release(tag: str) -> Member:
+    """The member that `tag` releases; SystemExit if the tag is malformed, disagrees or the package is unfinished."""
+    found = TAG.match(tag)
+    if found is None:
+        raise SystemExit(f"error: {tag!r} is not a release tag; it looks like NAME-vX.Y.Z, e.g. manifoldkv-v0.1.0")
+    chosen = member(found["name"])
+    if chosen.version != found["version"]:
+        raise SystemExit(f"error: tag {tag} says {found['version']}, but {chosen.name} has version {chosen.version}")
+    if chosen.pending:
+        raise SystemExit(f"error: {chosen.name} is not finished; still to come: {', '.join(chosen.pending)}")
+    return chosen
+
+
+def build(chosen: Member) -> None:
+    """Builds the wheel and the source archive of one member into dist/, with the pinned build backend."""
+    command = [find_uv(), "build", "--quiet", "--build-constraint", "constraints.txt", "--out-dir", "dist"]
+    command += ["--python", sys.executable, str(chosen.folder.relative_to(ROOT))]
+    if subprocess.run(command, cwd=ROOT, env=uv_environment()).returncode:
+        raise SystemExit(f"error: building {chosen.name} failed; the lines above say why")
+    print(f"dist/{chosen.module}-{chosen.version}-py3-none-any.whl")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What the workspace consists of: its members, their names, versions and extras. Standard library only."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = "icml26-shared"
+
+# Extras whose host library needs an environment of its own (see tools/setup_env.py).
+SEPARATE_EXTRAS = frozenset({"vllm"})
+
+
+@dataclass(frozen=True)
+class Member:
+    """One distribution of the workspace: `shared` or `packages/NAME`."""
+
+    folder: Path
+
+    @functools.cached_property
+    def pyproject(self) -> dict[str, Any]:
+        return tomllib.loads((self.folder / "pyproject.toml").read_text("utf-8"))
+
+    @property
+    def project(self) -> dict[str, Any]:
+        table: dict[str, Any] = self.pyproject["project"]
+        return table
+
+    @property
+    def name(self) -> str:
+        name: str = self.project["name"]
+        return name
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "src" / self.module
+
+    @property
+    def version(self) -> str:
+        text = (self.source / "__init__.py").read_text("utf-8")
+        found = re.search(r"^__version__\s*(?::\s*[\w.\[\]]+\s*)?=\s*[\"']([^\"']+)[\"']", text, re.MULTILINE)
+        if found is None:
+            raise SystemExit(f"error: {self.source}/__init__.py has no line __version__ = 'X.Y.Z'")
+        return found[1]
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return tuple(self.project.get("optional-dependencies", {}))
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Rooms declared as still to come, in `[tool.icml26] pending`; a package with any is not released."""
+        return tuple(self.pyproject.get("tool", {}).get("icml26", {}).get("pending", ()))
+
+
+def packages(root: Path = ROOT) -> list[Member]:
+    """The paper packages, by name."""
+    return [Member(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml"))]
+
+
+def members(root: Path = ROOT) -> list[Member]:
+    """All distributions: the shared one first."""
+    return [Member(root / "shared"), *packages(root)]
+
+
+def member(name: str, root: Path = ROOT) -> Member:
+    """The member called `name` (`shared` is accepted for the shared distribution); SystemExit if there is none."""
+    for candidate in members(root):
+        if name in (candidate.name, candidate.folder.name):
+            return candidate
+    known = ", ".join(candidate.name for candidate in members(root))
+    raise SystemExit(f"error: no package called {name!r}; there are: {known}")
