@@ -1,0 +1,1 @@
+"""One host library each; import the one you need."""

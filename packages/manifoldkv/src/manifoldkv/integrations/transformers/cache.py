@@ -1,0 +1,221 @@
+"""A transformers cache that forgets the tokens nearest the key centroid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+
+from manifoldkv.config import KVConfig
+from manifoldkv.geometry import Diagnosis, DiagnoseRule, diagnose_keys
+from manifoldkv.integrations.transformers.layer import LayerStats, ManifoldLayer
+from manifoldkv.integrations.transformers.rotary import rotary_of
+
+_SLOT_BIASED = {  # attention bias is computed from the slot of a key rather than from its position: eviction would shift it
+    "bloom",
+    "mpt",
+    "t5",
+    "mt5",
+    "umt5",
+    "longt5",
+    "switch_transformers",
+    "xlnet",
+}
+
+
+class UnsupportedModelError(ValueError):
+    """The model's attention or cache can't be compressed by eviction; the message names what stands in the way."""
+
+
+class MetricChoice:
+    """The metric of a model or of each layer; with ``"auto"``, chosen from the first prompt's own keys.
+
+    Kept across caches by :func:`manifoldkv.compress`, so that all prompts inside one ``with`` use the same metric once a
+    prompt long enough has been seen.
+    """
+
+    def __init__(self, cfg: KVConfig, rule: DiagnoseRule | None = None):
+        self.cfg, self.rule = cfg, rule or DiagnoseRule()
+        self.diagnosis: Diagnosis | None = None
+        self.settled: str | None = None if cfg.metric == "auto" else cfg.metric
+
+    def of_model(self, layers: list[ManifoldLayer]) -> str:
+        """Choose once from the keys of all layers."""
+        if self.settled is None:
+            self.diagnosis = diagnose_keys([layer.keys for layer in layers], layers[0].valid_mask(), self.rule)
+            if self.diagnosis.tokens < self.rule.min_tokens:
+                return self.diagnosis.metric  # too short a prompt to settle it for the next ones
+            self.settled = self.diagnosis.metric
+        return self.settled
+
+    def of_layer(self, layer: ManifoldLayer) -> str:
+        """Choose for one layer from its own keys."""
+        return diagnose_keys([layer.keys], layer.valid_mask(), self.rule).metric
+
+
+class ManifoldCache(Cache):
+    """Drop-in ``past_key_values`` that keeps ``n`` tokens per key-value head of every full-attention layer.
+
+    Layers that are sliding, chunked or linear by the model's ``layer_types`` keep transformers' own class. No hooks: pass it
+    to ``forward`` or ``generate``. A cache serves one batch; make a fresh one for the next.
+
+    Args:
+        config: of the model (or of its decoder).
+        cfg: what to keep; ``compression_ratio`` or ``budget`` must be set.
+        padding_mask: ``[B, T]`` of a left-padded batch, 1 where valid. :func:`manifoldkv.compress` reads it from the call.
+        choice: shared metric choice, used by :func:`manifoldkv.compress`.
+
+    Raises:
+        UnsupportedModelError: no full-attention layer, latent (MLA) or indexed attention, or a bias by slot (ALiBi, T5).
+        ValueError: neither ratio nor budget, or a budget beyond the model's context.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        cfg: KVConfig,
+        padding_mask: Tensor | None = None,
+        choice: MetricChoice | None = None,
+    ):
+        if not isinstance(cfg, KVConfig):
+            raise TypeError(f"cfg must be a KVConfig, not {type(cfg).__name__}")
+        decoder = config.get_text_config(decoder=True)
+        check_supported(decoder, cfg)
+        self.cfg = cfg
+        self.model_config = decoder
+        self.choice = choice or MetricChoice(cfg)
+        self.padding_mask: Tensor | None = None
+        rotary = rotary_of(decoder) if cfg.space == "pre" else None
+        types, kwargs = get_layer_types_and_kwargs(decoder)
+        layers: list[Any] = []
+        for index, (kind, own) in enumerate(zip(types, kwargs, strict=True)):
+            if kind == "full_attention":
+                layers.append(ManifoldLayer(cfg, index, self._metric_for, self._padding_of_step, rotary))
+            else:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**own))
+        super().__init__(layers=layers)
+        if padding_mask is not None:
+            self.set_padding_mask(padding_mask)
+
+    # -- padding ------------------------------------------------------------------------------------------------------
+
+    def set_padding_mask(self, mask: Tensor | None) -> None:
+        """Note which columns of the batch are padding, ``[B, T]`` with 0 there; only left padding can be served."""
+        if mask is None:
+            self.padding_mask = None
+            return
+        if mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; compression needs the 2-D mask [batch, tokens] with 1 at tokens"
+            )
+        valid = mask.bool()
+        if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
+            raise ValueError(
+                "attention_mask has 0 after 1 (right padding or a hole): compression needs left padding; set "
+                "tokenizer.padding_side='left' and tokenise again"
+            )
+        self.padding_mask = None if bool(valid.all()) else valid
+
+    def _padding_of_step(self, start: int, step: int, keys: Tensor) -> Tensor | None:
+        """Padding slots per row among the columns ``[start, start + step)``; ``None`` where the batch has no padding."""
+        if self.padding_mask is None:
+            return None
+        if self.padding_mask.shape[0] != keys.shape[0]:
+            raise ValueError(
+                f"the padding mask has {self.padding_mask.shape[0]} rows, but the step has {keys.shape[0]}; give the mask of this batch"
+            )
+        return (~self.padding_mask[:, start : start + step]).sum(-1).to(keys.device)
+
+    # -- metric -------------------------------------------------------------------------------------------------------
+
+    @property
+    def manifold_layers(self) -> list[ManifoldLayer]:
+        """The layers that are compressed."""
+        return [layer for layer in self.layers if isinstance(layer, ManifoldLayer)]
+
+    def _metric_for(self, layer: ManifoldLayer) -> str | None:
+        """Metric of a layer that wants to evict now; ``None`` defers it to the end of the step.
+
+        ``"auto"`` chooses for the whole model and so must have seen the keys of every layer.
+        """
+        if layer.evictions and layer.metric_used != "auto":
+            return layer.metric_used
+        if self.choice.settled is not None:
+            return self.choice.settled
+        if self.cfg.per_layer:
+            return self.choice.of_layer(layer)
+        return None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append a step's keys and values to a layer; returns all that the step attends."""
+        full = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layers = self.manifold_layers
+        if layers and self.layers[layer_idx] is layers[-1]:
+            waiting = [layer for layer in layers if layer.waiting is not None]
+            if waiting:
+                metric = self.choice.of_model(waiting)
+                for layer in waiting:
+                    layer.evict(layer.waiting or 1, metric)
+        return full
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> list[LayerStats]:
+        """One entry per compressed layer."""
+        return [layer.stats() for layer in self.manifold_layers]
+
+    def reset(self) -> None:
+        super().reset()
+        self.padding_mask = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[indices]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask.index_select(0, beam_idx.to(self.padding_mask.device))
+
+
+def check_supported(decoder: PreTrainedConfig, cfg: KVConfig) -> None:
+    """Refuse a model or a budget that can't be served, by name."""
+    if cfg.compression_ratio is None and cfg.budget is None:
+        raise ValueError("nothing to compress to: give compression_ratio (share removed) or budget (tokens kept per head)")
+    context = getattr(decoder, "max_position_embeddings", None)
+    if cfg.budget is not None and isinstance(context, int) and cfg.budget > context:
+        raise ValueError(
+            f"budget={cfg.budget} is larger than the model's context of {context} tokens, so nothing would ever be evicted; "
+            f"give a budget in [1, {context}]"
+        )
+    kind = decoder.model_type
+    if kind in _SLOT_BIASED or getattr(decoder, "alibi", False):
+        raise UnsupportedModelError(
+            f"{kind}: attention adds a bias by the slot of a key (ALiBi or relative buckets), which eviction would shift"
+        )
+    types = get_layer_types_and_kwargs(decoder)[0]
+    if getattr(decoder, "kv_lora_rank", None):
+        raise NotImplementedError(f"{kind}, layer 0: latent (MLA) caches aren't supported; eviction needs per-head keys")
+    for index, name in enumerate(types):
+        if name not in DYNAMIC_LAYER_TYPE_MAPPING:
+            raise UnsupportedModelError(f"{kind}, layer {index}: cache type {name!r} isn't supported")
+        if name in ("indexed_attention", "hybrid"):
+            raise UnsupportedModelError(f"{kind}, layer {index}: cache type {name!r} holds more than keys and values")
+    if "full_attention" not in types:
+        raise UnsupportedModelError(
+            f"{kind} has no full-attention layer (its layers are {', '.join(sorted(set(types)))}): there is nothing to compress"
+        )
+
+
+__all__ = ["ManifoldCache", "MetricChoice", "UnsupportedModelError", "check_supported"]

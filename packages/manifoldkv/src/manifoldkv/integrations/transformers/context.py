@@ -1,0 +1,178 @@
+"""``with compress(model, ...)``: every generation inside runs on a compressed cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from manifoldkv.config import KVConfig
+from manifoldkv.geometry import Diagnosis
+from manifoldkv.integrations.transformers.cache import ManifoldCache, MetricChoice, check_supported
+from manifoldkv.integrations.transformers.layer import LayerStats
+
+_ACTIVE = "_manifoldkv_active"
+
+
+def compress(model: nn.Module, cfg: KVConfig | None = None, **settings: Any) -> Compression:
+    """Compress the key-value cache of everything the model generates inside a ``with``.
+
+    ::
+
+        with compress(model, compression_ratio=0.5, metric="auto") as kv:
+            out = model.generate(**inputs)
+        print(kv.stats())
+
+    Works for ``model.generate``, pipelines on top of it, and bare ``model(...)`` calls; a call that brings no cache (or an
+    empty ``DynamicCache``) gets a fresh :class:`ManifoldCache`, one that brings a ``ManifoldCache`` keeps it. Left-padded batches
+    are served from the call's ``attention_mask``.
+
+    Args:
+        model: a transformers decoder or encoder-decoder (whose cross-attention stays untouched), or a PEFT wrapper of one.
+        cfg: a :class:`KVConfig`; or give its fields as keyword arguments.
+
+    Raises:
+        ValueError: no ratio and no budget, a value out of range, an unsupported model (:class:`UnsupportedModelError`); and,
+            inside: an empty prompt, right padding, a 4-D mask, another kind of cache, assisted generation.
+        RuntimeError: the model is already inside a ``compress``.
+    """
+    if cfg is not None and settings:
+        raise ValueError(f"give either cfg or single settings, not both (got cfg and {', '.join(sorted(settings))})")
+    known = {field.name for field in fields(KVConfig)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise TypeError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return Compression(model, KVConfig(**settings) if cfg is None else cfg)
+
+
+class Compression:
+    """The ``with`` object of :func:`compress`: swaps caches while active, restores the model on the way out."""
+
+    def __init__(self, model: nn.Module, cfg: KVConfig):
+        self.model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(self.model, "config") or not hasattr(self.model.config, "get_text_config"):
+            raise TypeError(f"compress() takes a transformers model, not {type(model).__name__}")
+        if not isinstance(cfg, KVConfig):
+            raise TypeError(f"cfg must be a KVConfig, not {type(cfg).__name__}")
+        self.cfg = cfg
+        self._config = self.model.config.get_text_config(decoder=True)
+        check_supported(self._config, cfg)
+        self.choice = MetricChoice(cfg)
+        self.cache: ManifoldCache | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    # -- entering and leaving -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Compression:
+        if getattr(self.model, _ACTIVE, False):
+            raise RuntimeError("this model is already inside compress(); nested compression isn't defined, leave the outer one first")
+        setattr(self.model, _ACTIVE, True)
+        self._undo.append(lambda: delattr(self.model, _ACTIVE))
+        self._undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+        if hasattr(self.model, "generate"):
+            self._patch_generate()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _patch_generate(self) -> None:
+        original = self.model.generate
+        own = self.model.__dict__.get("generate")
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            self._check_generate(args, kwargs)
+            return original(*args, **kwargs)
+
+        def restore() -> None:
+            del self.model.generate
+            if own is not None:
+                self.model.generate = own
+
+        self.model.generate = generate
+        self._undo.append(restore)
+
+    def _check_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        settings = kwargs.get("generation_config") or self.model.generation_config
+        lookup = kwargs.get("prompt_lookup_num_tokens", getattr(settings, "prompt_lookup_num_tokens", None))
+        if kwargs.get("assistant_model") is not None or lookup:
+            raise ValueError(
+                "assisted generation rolls the cache back past evicted tokens, so it can't run on a compressed cache; "
+                "drop assistant_model / prompt_lookup_num_tokens"
+            )
+        implementation = kwargs.get("cache_implementation", getattr(settings, "cache_implementation", None))
+        if implementation is not None:
+            raise ValueError(f"cache_implementation={implementation!r} can't be combined with compress(); leave it out")
+        prompt = next((kwargs[k] for k in ("input_ids", "inputs") if kwargs.get(k) is not None), args[0] if args else None)
+        _refuse_empty(prompt)
+
+    # -- each forward -------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = list(inspect.signature(module.forward).parameters)
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if kwargs.get("use_cache") is False:
+            return (), kwargs
+        prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
+        for name in (f"{prefix}input_ids", f"{prefix}inputs_embeds"):
+            _refuse_empty(kwargs.get(name))
+        cache = self._cache_for(kwargs.get("past_key_values"))
+        kwargs["past_key_values"] = cache[0]
+        mask = kwargs.get(f"{prefix}attention_mask")
+        if mask is not None:
+            cache[1].set_padding_mask(mask)
+        self.cache = cache[1]
+        return (), kwargs
+
+    def _cache_for(self, given: Any) -> tuple[Cache, ManifoldCache]:
+        """The cache to run with and the compressed cache in it."""
+        if isinstance(given, ManifoldCache):
+            return given, given
+        if isinstance(given, EncoderDecoderCache):
+            if not isinstance(given.self_attention_cache, ManifoldCache):
+                given.self_attention_cache = self._replacement(given.self_attention_cache)
+            return given, given.self_attention_cache
+        fresh = self._replacement(given)
+        if self.model.config.is_encoder_decoder:
+            return EncoderDecoderCache(fresh, DynamicCache(config=self._config)), fresh
+        return fresh, fresh
+
+    def _replacement(self, given: Any) -> ManifoldCache:
+        if given is not None and type(given) is not DynamicCache:
+            raise ValueError(
+                f"{type(given).__name__} can't be compressed; pass no past_key_values, a DynamicCache that is still empty, or a ManifoldCache"
+            )
+        if given is not None and given.get_seq_length() > 0:
+            raise ValueError(
+                f"past_key_values already holds {given.get_seq_length()} tokens uncompressed; start inside compress() with no "
+                "cache, or pass a ManifoldCache"
+            )
+        return ManifoldCache(self._config, self.cfg, choice=self.choice)
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """How ``metric="auto"`` chose; ``None`` with another metric or before the first prompt."""
+        return self.choice.diagnosis
+
+    def stats(self) -> list[LayerStats]:
+        """One entry per compressed layer of the last cache used: lengths, bytes, evictions, metric.
+
+        Raises:
+            RuntimeError: nothing ran inside the ``with`` yet.
+        """
+        if self.cache is None:
+            raise RuntimeError("nothing has run inside compress() yet, so there is no cache to report on")
+        return self.cache.stats()
+
+
+def _refuse_empty(prompt: Any) -> None:
+    if prompt is not None and hasattr(prompt, "shape") and len(prompt.shape) >= 2 and 0 in prompt.shape[:2]:
+        raise ValueError(f"the prompt is empty (shape {tuple(prompt.shape)}); give at least one token")
