@@ -101,6 +101,8 @@ class KVConfig:
                 )
         if self.allocation == "per_window" and (self.window is None or self.kind != "tumbling"):
             raise ValueError("allocation='per_window' needs tumbling windows: give window=N (tokens) and kind='tumbling'")
+        if self.allocation == "per_window" and self.head_budget == "adaptive":
+            raise ValueError("allocation='per_window' and head_budget='adaptive' both divide the budget; choose one")
 
     def _check_size(self) -> None:
         if self.compression_ratio is not None and self.budget is not None:

@@ -7,8 +7,10 @@ require("transformers", "manifoldkv[transformers]")
 from manifoldkv.integrations.transformers.cache import ManifoldCache, MetricChoice, UnsupportedModelError  # noqa: E402
 from manifoldkv.integrations.transformers.context import Compression, compress  # noqa: E402
 from manifoldkv.integrations.transformers.layer import CacheTrimError, LayerStats, ManifoldLayer  # noqa: E402
+from manifoldkv.integrations.transformers.saved import CacheFormatError  # noqa: E402
 
 __all__ = [
+    "CacheFormatError",
     "CacheTrimError",
     "Compression",
     "LayerStats",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, get_layer_types_and_kwargs
 
 from manifoldkv.config import KVConfig
 from manifoldkv.geometry import Diagnosis, DiagnoseRule, diagnose_keys
 from manifoldkv.integrations.transformers.layer import LayerStats, ManifoldLayer
+from manifoldkv.integrations.transformers.ragged import RaggedLayer
 from manifoldkv.integrations.transformers.rotary import rotary_of
+from manifoldkv.integrations.transformers.saved import load_cache, save_cache
 
 _SLOT_BIASED = {  # attention bias is computed from the slot of a key rather than from its position: eviction would shift it
     "bloom",
@@ -67,6 +71,8 @@ class ManifoldCache(Cache):
         cfg: what to keep; ``compression_ratio`` or ``budget`` must be set.
         padding_mask: ``[B, T]`` of a left-padded batch, 1 where valid. :func:`manifoldkv.compress` reads it from the call.
         choice: shared metric choice, used by :func:`manifoldkv.compress`.
+        per_head: the caller runs the model with the per-head attention that ``head_budget="adaptive"`` needs; set by
+            :func:`manifoldkv.compress`.
 
     Raises:
         UnsupportedModelError: no full-attention layer, latent (MLA) or indexed attention, or a bias by slot (ALiBi, T5).
@@ -79,11 +85,15 @@ class ManifoldCache(Cache):
         cfg: KVConfig,
         padding_mask: Tensor | None = None,
         choice: MetricChoice | None = None,
+        per_head: bool = False,
     ):
         if not isinstance(cfg, KVConfig):
             raise TypeError(f"cfg must be a KVConfig, not {type(cfg).__name__}")
         decoder = config.get_text_config(decoder=True)
         check_supported(decoder, cfg)
+        if cfg.head_budget == "adaptive" and not per_head:
+            raise ValueError("head_budget='adaptive' needs a mask per head, which compress(model, ...) installs; use it")
+        kind_of_layer = RaggedLayer if cfg.head_budget == "adaptive" else ManifoldLayer
         self.cfg = cfg
         self.model_config = decoder
         self.choice = choice or MetricChoice(cfg)
@@ -93,7 +103,7 @@ class ManifoldCache(Cache):
         layers: list[Any] = []
         for index, (kind, own) in enumerate(zip(types, kwargs, strict=True)):
             if kind == "full_attention":
-                layers.append(ManifoldLayer(cfg, index, self._metric_for, self._padding_of_step, rotary))
+                layers.append(kind_of_layer(cfg, index, self._metric_for, self._padding_of_step, rotary))
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**own))
         super().__init__(layers=layers)
@@ -107,9 +117,10 @@ class ManifoldCache(Cache):
         if mask is None:
             self.padding_mask = None
             return
-        if mask.ndim != 2:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}; compression needs the 2-D mask [batch, tokens] with 1 at tokens"
+                f"attention_mask has {got}; compression needs the 2-D mask [batch, tokens] with 1 at tokens"
             )
         valid = mask.bool()
         if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
@@ -162,6 +173,41 @@ class ManifoldCache(Cache):
                 for layer in waiting:
                     layer.evict(layer.waiting or 1, metric)
         return full
+
+    # -- from and to elsewhere ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: DynamicCache,
+        config: PreTrainedConfig,
+        cfg: KVConfig,
+        padding_mask: Tensor | None = None,
+        choice: MetricChoice | None = None,
+    ) -> ManifoldCache:
+        """Compress a prompt that was prefilled into a ``DynamicCache``, which stays as it is.
+
+        The result equals a prefill into a :class:`ManifoldCache`, since eviction runs after the prompt's attention; so one
+        prefill serves any number of settings.
+        """
+        cache = cls(config, cfg, padding_mask, choice)
+        if len(dense.layers) != len(cache.layers):
+            raise ValueError(f"the dense cache has {len(dense.layers)} layers, the model {len(cache.layers)}")
+        for index, layer in enumerate(dense.layers):
+            if isinstance(cache.layers[index], ManifoldLayer):
+                cache.update(layer.keys, layer.values, index)
+            else:
+                cache.layers[index] = copy.deepcopy(layer)
+        return cache
+
+    def save(self, path: str | Path) -> Path:
+        """Write the cache to a safetensors file; see :func:`~manifoldkv.integrations.transformers.saved.save_cache`."""
+        return save_cache(self, path)
+
+    @staticmethod
+    def load(path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | None = None) -> ManifoldCache:
+        """Read a saved cache; see :func:`~manifoldkv.integrations.transformers.saved.load_cache`."""
+        return load_cache(path, config, dtype)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

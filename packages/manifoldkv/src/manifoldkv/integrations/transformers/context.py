@@ -15,6 +15,7 @@ from manifoldkv.config import KVConfig
 from manifoldkv.geometry import Diagnosis
 from manifoldkv.integrations.transformers.cache import ManifoldCache, MetricChoice, check_supported
 from manifoldkv.integrations.transformers.layer import LayerStats
+from manifoldkv.integrations.transformers.ragged import CURRENT, register_attention
 
 _ACTIVE = "_manifoldkv_active"
 
@@ -62,9 +63,21 @@ class Compression:
         self.cfg = cfg
         self._config = self.model.config.get_text_config(decoder=True)
         check_supported(self._config, cfg)
+        if cfg.head_budget == "adaptive":
+            self._check_per_head()
         self.choice = MetricChoice(cfg)
         self.cache: ManifoldCache | None = None
         self._undo: list[Callable[[], None]] = []
+
+    def _check_per_head(self) -> None:
+        used = self.model.config._attn_implementation
+        if used != "sdpa" or getattr(self._config, "attn_logit_softcapping", None):
+            raise ValueError(
+                f"head_budget='adaptive' masks each head by itself and needs plain attention with attn_implementation='sdpa', "
+                f"not {used!r}{' with soft-capping' if used == 'sdpa' else ''}; use head_budget='uniform'"
+            )
+        if self.model.config.is_encoder_decoder:
+            raise ValueError("head_budget='adaptive' isn't defined for encoder-decoder models; use head_budget='uniform'")
 
     # -- entering and leaving -----------------------------------------------------------------------------------------
 
@@ -76,11 +89,19 @@ class Compression:
         self._undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         if hasattr(self.model, "generate"):
             self._patch_generate()
+        if self.cfg.head_budget == "adaptive":
+            self._install_per_head_attention()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         while self._undo:
             self._undo.pop()()
+        CURRENT.set(None)
+
+    def _install_per_head_attention(self) -> None:
+        usual = self.model.config._attn_implementation
+        self.model.set_attn_implementation(register_attention())
+        self._undo.append(lambda: self.model.set_attn_implementation(usual))
 
     def _patch_generate(self) -> None:
         original = self.model.generate
@@ -128,6 +149,7 @@ class Compression:
         if mask is not None:
             cache[1].set_padding_mask(mask)
         self.cache = cache[1]
+        CURRENT.set(cache[1])
         return (), kwargs
 
     def _cache_for(self, given: Any) -> tuple[Cache, ManifoldCache]:
@@ -153,7 +175,7 @@ class Compression:
                 f"past_key_values already holds {given.get_seq_length()} tokens uncompressed; start inside compress() with no "
                 "cache, or pass a ManifoldCache"
             )
-        return ManifoldCache(self._config, self.cfg, choice=self.choice)
+        return ManifoldCache(self._config, self.cfg, choice=self.choice, per_head=self.cfg.head_budget == "adaptive")
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class ManifoldLayer(DynamicLayer):
         keys, values = super().update(key_states, value_states)
         self.logical += key_states.shape[-2]
         target = self._target(first, key_states.shape[-2])
-        if target is not None and target < keys.shape[-2]:
+        if target is not None and target < self.fill():
             self._evict_to(target)
         return keys, values
 
@@ -114,7 +114,7 @@ class ManifoldLayer(DynamicLayer):
 
     def _target(self, first: bool, step: int) -> int | None:
         """Tokens to keep after this step, or ``None`` where the phase says to leave the store alone."""
-        stored = self.keys.shape[-2]
+        stored = self.fill()
         if first:
             self._decode_budget = self.cfg.keep_count(self.logical) if self.cfg.budget is None else self.cfg.budget
         phase = self.cfg.phase
@@ -139,17 +139,18 @@ class ManifoldLayer(DynamicLayer):
     @torch.no_grad()
     def evict(self, n: int, metric: str) -> None:
         """Keep the best ``n`` stored tokens of each head by ``metric``."""
-        cfg = self.cfg if metric == self.cfg.metric else replace(self.cfg, metric=metric)
+        self._evict(n, self.cfg if metric == self.cfg.metric else replace(self.cfg, metric=metric))
+        self.evictions += 1
+        self.waiting = None
+        self.metric_used = metric
+
+    def _evict(self, n: int, cfg: KVConfig) -> None:
         indices = self._choose(self.scores(cfg, n), n, cfg)
         positions = self.stored_positions()
         self.keys, self.values = take(self.keys, indices), take(self.values, indices)
         self.positions = positions.gather(-1, indices)
-        if self.pads is not None:
-            valid = (self.logical - self.padded) if self.padded is not None else self.logical
-            self.pads = torch.minimum(self.pads, (n - valid).clamp(min=0))
-        self.evictions += 1
-        self.waiting = None
-        self.metric_used = metric
+        if self.pads is not None and self.padded is not None:
+            self.pads = torch.minimum(self.pads, (n - (self.logical - self.padded)).clamp(min=0))
 
     def scores(self, cfg: KVConfig, n: int) -> Float[Tensor, "batch heads stored"]:
         """Scores of the stored keys as an eviction to ``n`` tokens sees them."""
@@ -191,6 +192,10 @@ class ManifoldLayer(DynamicLayer):
     def stored(self) -> int:
         """Tokens stored per head."""
         return self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+
+    def fill(self) -> int:
+        """Stored tokens per head that count against the budget."""
+        return self.stored
 
     def get_seq_length(self) -> int:
         """Logical length: every token ever appended, evicted or not."""
@@ -251,10 +256,13 @@ class ManifoldLayer(DynamicLayer):
         if self.logical == 0:
             return
         self.keys, self.values = pick(self.keys), pick(self.values)
-        for name in ("positions", "pads", "padded"):
+        for name in self._row_tensors():
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, pick(tensor))
+
+    def _row_tensors(self) -> tuple[str, ...]:
+        return ("positions", "pads", "padded")
 
     def stats(self) -> LayerStats:
         """Lengths, bytes, evictions and the metric last used."""

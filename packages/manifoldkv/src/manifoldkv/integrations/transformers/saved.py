@@ -1,0 +1,129 @@
+"""A compressed prompt cache on disk, to be used again by another process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from icml26_shared.checkpoint import atomic_path
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from manifoldkv.config import KVConfig
+from manifoldkv.integrations.transformers.layer import ManifoldLayer
+
+if TYPE_CHECKING:
+    from manifoldkv.integrations.transformers.cache import ManifoldCache
+
+FORMAT = "manifoldkv-cache-1"
+_TENSORS = ("keys", "values", "positions", "pads", "padded", "front")
+_NUMBERS = ("logical", "evictions", "metric_used", "_decode_budget")
+
+
+class CacheFormatError(ValueError):
+    """A file that isn't a saved cache, is damaged, or belongs to another model."""
+
+
+def save_cache(cache: ManifoldCache, path: str | Path) -> Path:
+    """Write a cache to one safetensors file, atomically: all of the new file or the old one.
+
+    Raises:
+        ValueError: an empty cache, or layers that are neither full nor sliding attention.
+    """
+    tensors: dict[str, Tensor] = {}
+    layers: list[dict[str, Any]] = []
+    for index, layer in enumerate(cache.layers):
+        if not getattr(layer, "is_initialized", False):
+            raise ValueError(f"layer {index} holds nothing yet: run the prompt through the model before saving its cache")
+        if isinstance(layer, ManifoldLayer):
+            layers.append({name: getattr(layer, name) for name in _NUMBERS})
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            layers.append({"cumulative_length": layer.cumulative_length})
+        else:
+            raise ValueError(f"layer {index} is a {type(layer).__name__}; only full and sliding attention can be saved")
+        for name in _TENSORS:
+            tensor = getattr(layer, name, None)
+            if tensor is not None:
+                tensors[f"{index}.{name}"] = tensor.contiguous()
+    if cache.padding_mask is not None:
+        tensors["padding_mask"] = cache.padding_mask.contiguous()
+    header = {"format": FORMAT, "model": fingerprint(cache.model_config), "cfg": asdict(cache.cfg), "layers": layers}
+    header["dtype"] = str(cache.layers[0].keys.dtype)
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={"manifoldkv": json.dumps(header)})
+    return Path(path)
+
+
+def load_cache(path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | None = None) -> ManifoldCache:
+    """Read a cache written by :func:`save_cache` for use with the model of ``config``.
+
+    Args:
+        path: the file.
+        config: of the model that will continue from it.
+        dtype: of the model's weights; default: what ``config`` says.
+
+    Raises:
+        FileNotFoundError: no such file.
+        CacheFormatError: not a saved cache, damaged, or of another model (type, layers, heads, head size, rotary base, dtype).
+    """
+    header, tensors = _read(Path(path))
+    decoder = config.get_text_config(decoder=True)
+    _check_fits(header, fingerprint(decoder), dtype or getattr(decoder, "dtype", None), path)
+    from manifoldkv.integrations.transformers.cache import ManifoldCache
+
+    try:
+        cache = ManifoldCache(decoder, KVConfig(**header["cfg"]), per_head=header["cfg"]["head_budget"] == "adaptive")
+        for index, (layer, numbers) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+            layer.lazy_initialization(tensors[f"{index}.keys"], tensors[f"{index}.values"])
+            for name, value in numbers.items():
+                setattr(layer, name, value)
+            for name in _TENSORS:
+                if f"{index}.{name}" in tensors:
+                    setattr(layer, name, tensors[f"{index}.{name}"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CacheFormatError(f"{path}: the saved cache is incomplete ({error}); save it again") from error
+    cache.padding_mask = tensors.get("padding_mask")
+    return cache
+
+
+def fingerprint(config: PreTrainedConfig) -> dict[str, Any]:
+    """What must agree for a cache to make sense in a model."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return {
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "key_value_heads": heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "rope_theta": rope.get("rope_theta"),
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("manifoldkv", "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, json.JSONDecodeError, OSError) as error:
+        raise CacheFormatError(f"{path} is damaged or no safetensors file ({error}); save the cache again") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise CacheFormatError(f"{path} is a safetensors file, but not a cache saved by this version ({FORMAT})")
+    return header, tensors
+
+
+def _check_fits(header: dict[str, Any], model: dict[str, Any], dtype: torch.dtype | None, path: str | Path) -> None:
+    saved = dict(header.get("model") or {})
+    wrong = [f"{name} {saved.get(name)} instead of {value}" for name, value in model.items() if saved.get(name) != value]
+    if dtype is not None and header.get("dtype") != str(dtype):
+        wrong.append(f"dtype {header.get('dtype')} instead of {dtype}")
+    if wrong:
+        raise CacheFormatError(f"{path} was saved from another model: {'; '.join(wrong)}")
