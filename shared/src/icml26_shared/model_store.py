@@ -1,8 +1,8 @@
 """Where the small real models come from and how they get into the user's cache, once and whole.
 
-A model folder appears in the cache by one `os.replace` of a finished temporary folder, under a file lock: a reader sees
-either nothing or everything, two processes at once do the work once, and what a killed process leaves behind is swept by
-the next one. Nothing here executes code of the packages that carry the models; only their files are read.
+A model folder appears in the cache by one rename of a finished temporary folder, under a file lock: a reader sees
+either nothing or everything, two processes at once do the work once, and what a killed process leaves behind is
+swept by the next one. Nothing here executes code of the packages that carry the models; only their files are read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def materialise(name: str, build: Callable[[Path], Path], *, version: str, needs
 
     Args:
         name: name of the folder in the cache.
-        build: called with an empty scratch folder on the cache's own file system; returns the finished folder inside it.
+        build: called with an empty scratch folder on the cache's file system; returns the finished folder inside it.
         version: written into the manifest; another version in the cache means that the folder is built again.
         needs_bytes: free disk space that the build needs.
 
@@ -243,4 +243,3 @@ def copy_tree(source: Path, target: Path) -> Path:
     """Copy a model folder, leaving compiled Python and hidden files behind; return `target`."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.py", "*.pyc", ".*"))
     return target
-

@@ -44,10 +44,10 @@ def load(
     attn_implementation: str | None = None,
     progress: bool = True,
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer, ready for inference (`eval` mode, no gradients turned off).
+    """Load a model and its tokenizer, ready for inference: in `eval` mode, on `device`.
 
     Args:
-        model: `"smollm2"`, `"minilm"`, or a local folder with `config.json` and `*.safetensors` weights.
+        model: the string `"smollm2"` or `"minilm"`, or a local folder with `config.json` and `*.safetensors` weights.
         dtype: `"auto"` (what the folder stores; float32 for the two named models), a name such as `"bfloat16"`, or a
             `torch.dtype`.
         device: where the weights go.
@@ -63,6 +63,8 @@ def load(
     """
     folder = path(model, progress=progress)
     transformers = require("transformers", _EXTRA)
+    from safetensors import SafetensorError
+
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
@@ -73,7 +75,7 @@ def load(
                 folder, config=config, dtype=_torch_dtype(dtype), use_safetensors=True, **extra, **options
             )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"the model in {folder} cannot be loaded: {reason}") from error
     return loaded.to(device).eval(), tokenizer
@@ -88,14 +90,14 @@ def path(model: str | Path, *, progress: bool = True) -> Path:
     Raises:
         UserError: see `load`; also when a package has to be fetched and cannot be, or the cache cannot be written.
     """
-    if str(model) == "smollm2":
+    if model == "smollm2":
         return model_store.materialise(
             "smollm2-135m-instruct-float32",
             lambda scratch: _convert_smollm2(scratch, progress),
             version=_SMOLLM2_VERSION,
             needs_bytes=_SMOLLM2_BYTES,
         )
-    if str(model) == "minilm":
+    if model == "minilm":
         anchor = model_store.installed_anchor(model_store.MINILM)
         if anchor is not None:
             return anchor.parent
@@ -136,7 +138,7 @@ def _torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UserError(f"dtype {dtype!r} is not a floating-point type; give 'auto', 'float32', 'bfloat16' or 'float16'")
+        raise UserError(f"dtype {dtype!r} is no floating-point type; give 'auto', 'float32', 'bfloat16' or 'float16'")
     return found
 
 
@@ -151,7 +153,7 @@ def _convert_smollm2(scratch: Path, progress: bool) -> Path:
     import transformers
 
     package = model_store.SMOLLM2
-    model_store.announce(f"converting {package.title} once into {scratch.parent} (about half a minute)")
+    model_store.announce(f"converting {package.title} once into {scratch.parent} (under a minute)")
     with _stages(progress) as stage:
         stage("checking the GGUF file", 1)
         gguf = model_store.verified_anchor(package, scratch)
@@ -180,6 +182,9 @@ def _save_smollm2(model: Any, tokenizer: Any, folder: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config._name_or_path = model_store.SMOLLM2.title
+    # The reader files the GGUF's title under this name, which no other loader knows.
+    if hasattr(model.config, "_model_name_or_path"):
+        del model.config._model_name_or_path
     # The GGUF names the pre-tokenizer "smollm": every digit alone, then byte-level. transformers' conversion keeps only
     # the byte-level half, which splits blanks before numbers differently from the tokenizer the model was trained with.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
