@@ -99,6 +99,10 @@ class KVConfig:
                     f"window={self.window} has no meaning for metric={self.metric!r}, which uses no centroid; "
                     f"use one of {', '.join(_WINDOWED_METRICS)}, or window=None"
                 )
+        if self.kind == "sliding":
+            self._check_sliding()
+        if not isinstance(self.per_layer, bool):
+            raise TypeError(f"per_layer={self.per_layer!r} must be True or False, not {type(self.per_layer).__name__}")
         if self.allocation == "per_window" and (self.window is None or self.kind != "tumbling"):
             raise ValueError("allocation='per_window' needs tumbling windows: give window=N (tokens) and kind='tumbling'")
         if self.allocation == "per_window" and self.head_budget == "adaptive":
@@ -113,6 +117,16 @@ class KVConfig:
             _check_number("compression_ratio", self.compression_ratio, 0.0, 1.0)
         if self.budget is not None:
             _check_integer("budget", self.budget, 1)
+
+    def _check_sliding(self) -> None:
+        if self.window is None:
+            raise ValueError("kind='sliding' needs window=N (tokens); or use kind='tumbling'")
+        if self.centroid != "all":
+            raise ValueError(
+                f"kind='sliding' averages every key of its window, so centroid={self.centroid!r} has no meaning; use centroid='all'"
+            )
+        if self.metric == "decomposed":
+            raise ValueError("metric='decomposed' needs tumbling windows: use kind='tumbling'")
 
     def keep_count(self, length: int) -> int:
         """Number of tokens kept per head of ``length`` tokens: ``max(int(T (1 - r)), 1)`` or ``min(budget, T)``.
