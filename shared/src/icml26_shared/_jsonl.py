@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,6 +46,7 @@ class JsonlStore:
         key: fields of a row that identify it.
         settings: whatever changes the results (model, seed, version ...): JSON-able. A file made with other settings
             is refused.
+        fresh: start with an empty file, whatever is there.
 
     Raises:
         SettingsMismatch: the file was made with other settings or key fields; says which differ.
@@ -58,6 +59,8 @@ class JsonlStore:
         path: str | Path,
         key: Sequence[str] = ("task", "index", "config"),
         settings: Mapping[str, Any] | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         if isinstance(key, str) or not key or len(set(key)) != len(key):
             raise ValueError(f"key must be a tuple of distinct field names, got {key!r}")
@@ -70,7 +73,7 @@ class JsonlStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = _acquire(self.path)
         try:
-            self._load()
+            self._load(fresh)
             self._file = self.path.open("ab", buffering=0)
         except BaseException:
             self._lock.release()
@@ -127,6 +130,15 @@ class JsonlStore:
     ) -> None:
         self.close()
 
+    def remember(self, key: Mapping[str, Any], fn: Callable[[], Any]) -> Any:
+        """The field ``value`` of the row with this key; where there is none, ``fn()`` is computed and appended first.
+
+        The value comes back as JSON keeps it (tuples as lists, NaN as None), from the first run as from a later one.
+        """
+        if not self.done(key):
+            self.append({**key, "value": fn()})
+        return self._rows[self._identity(key)]["value"]
+
     @staticmethod
     def read(path: str | Path) -> list[dict[str, Any]]:
         """The complete rows of a store, without opening it for writing (a run may be going on).
@@ -137,8 +149,8 @@ class JsonlStore:
         """
         return _parse(Path(path), Path(path).read_bytes())[1]
 
-    def _load(self) -> None:
-        data = self.path.read_bytes() if self.path.exists() else b""
+    def _load(self, fresh: bool) -> None:
+        data = self.path.read_bytes() if self.path.exists() and not fresh else b""
         if not data:
             # Whole or not at all: a store on disk always has its header.
             atomic_write_text(self.path, dumps(self._header()) + "\n")

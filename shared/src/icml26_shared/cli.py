@@ -21,18 +21,24 @@ Ctrl-C or SIGTERM; 141 the reader of stdout went away. ``ICML26_TRACEBACK=1`` sh
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from icml26_shared._parser import Parser
+from icml26_shared._process import (
+    one_line_warnings,
+    silence_stdout,
+    stdout_for_json,
+    stdout_is_gone,
+    terminate_as_interrupt,
+)
 from icml26_shared.console import Bar, Context, format_number
 from icml26_shared.errors import MissingExtra, UserError
 
@@ -126,7 +132,7 @@ class App:
             def run_claims(ctx: Context, args: argparse.Namespace) -> Any:
                 from icml26_shared.claims import run_command
 
-                return run_command(ctx, args, claims if not isinstance(claims, str) else _load(claims))
+                return run_command(ctx, args, _resolve(claims))
 
             self.command(
                 "claims", run_claims, help="check the paper's claims and report what holds", arguments=_claims_arguments
@@ -157,7 +163,7 @@ class App:
         """Run with these arguments (default: ``sys.argv[1:]``) and return the exit code."""
         command: _Command | None = None
         try:
-            with _terminate_as_interrupt():
+            with terminate_as_interrupt():
                 parser = self._parser()
                 args = {"seed": self.seed} | _parse(parser, sys.argv[1:] if argv is None else list(argv))
                 if args.get("version"):
@@ -184,7 +190,7 @@ class App:
             seed=args["seed"],
             out=args["out"],
         )
-        with _stdout_for_json() if ctx.json else nullcontext():
+        with stdout_for_json() if ctx.json else nullcontext(), one_line_warnings(ctx):
             returned = _resolve(command.run)(ctx, argparse.Namespace(**args))
             code = returned if isinstance(returned, int) else 0
             if returned is not None and not isinstance(returned, int):
@@ -195,8 +201,8 @@ class App:
         return code
 
     def _report(self, error: Exception, command: _Command | None) -> int:
-        if isinstance(error, BrokenPipeError) and _stdout_is_gone():
-            _silence_stdout()
+        if isinstance(error, BrokenPipeError) and stdout_is_gone():
+            silence_stdout()
             return 141
         users = self._is_users(error, command)
         if users and not os.environ.get("ICML26_TRACEBACK"):
@@ -206,8 +212,8 @@ class App:
         traceback.print_exception(error)
         return 2 if users else 1
 
-    def _parser(self) -> _Parser:
-        parser = _Parser(prog=self.name, description=self.summary, allow_abbrev=False)
+    def _parser(self) -> Parser:
+        parser = Parser(prog=self.name, description=self.summary, allow_abbrev=False)
         parser.add_argument(
             "--version", action="store_true", default=argparse.SUPPRESS, help="show the version and exit"
         )
@@ -224,7 +230,7 @@ class App:
             sub.fill = lambda parser, arguments=command.arguments: self._fill(parser, arguments)
         return parser
 
-    def _fill(self, parser: _Parser, arguments: Arguments | str | None) -> None:
+    def _fill(self, parser: Parser, arguments: Arguments | str | None) -> None:
         _common_arguments(parser, self)
         if arguments is not None:
             _resolve(arguments)(parser)
@@ -252,44 +258,6 @@ class App:
         if command is not None:
             run = command.run
             yield (run if isinstance(run, str) else run.__module__).partition(":")[0].partition(".")[0]
-
-
-class _Parser(argparse.ArgumentParser):
-    """Argument parser with one-line errors, suggestions, and arguments added only when it is used."""
-
-    fill: Callable[[_Parser], None] | None = None
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self.fill is not None:
-            fill, self.fill = self.fill, None
-            fill(self)
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} ({self.prog} --help)")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            self.error(f"unknown command {value!r}{_suggest(value, action.choices)}")
-        super()._check_value(action, value)
-
-
-def _parse(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
-    namespace, rest = parser.parse_known_args(list(argv))
-    args = {"json": False, "quiet": False, "out": None, **vars(namespace)}
-    used: _Parser = args.pop("_parser", parser)
-    if rest:
-        options = [option for action in used._actions for option in action.option_strings]
-        first = rest[0].partition("=")[0]
-        if first.startswith("-"):
-            used.error(f"unknown option {first!r}{_suggest(first, options)}")
-        used.error(f"one argument too many: {first!r}")
-    return args
-
-
-def _suggest(value: str, choices: Any) -> str:
-    close = difflib.get_close_matches(value, list(choices), n=1)
-    return f"; did you mean {close[0]!r}?" if close else (f"; choose from {', '.join(choices)}" if choices else "")
 
 
 def _common_arguments(parser: argparse.ArgumentParser, app: App) -> None:
@@ -393,61 +361,3 @@ def _print_json(result: Any) -> None:
 
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     print(dumps(result, indent=2, ensure_ascii=ascii_only), flush=True)
-
-
-def _stdout_is_gone() -> bool:
-    import select
-
-    if not hasattr(select, "poll"):
-        return True  # cannot be told there; a broken pipe is nearly always stdout
-    poll = select.poll()
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            poll.register(stream.fileno(), 0)
-    except (OSError, ValueError):
-        return True
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _silence_stdout() -> None:
-    """Nobody reads stdout any more: let the interpreter's last flush go nowhere."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
-@contextmanager
-def _stdout_for_json() -> Iterator[None]:
-    """Send whatever libraries and child processes print on stdout to stderr, for the sake of the JSON document."""
-    stdout = sys.stdout
-    stdout.flush()
-    saved = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        sys.stdout = sys.stderr
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stdout = stdout
-        os.dup2(saved, 1)
-        os.close(saved)
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM (a scheduler, ``timeout``, ``docker stop``) end the run as Ctrl-C does."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        previous = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

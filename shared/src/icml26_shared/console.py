@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ class Context:
         quiet: whether progress bars and notes are left out.
         seed: seed for all that is random in this run.
         out: folder for files this run writes; made by :meth:`out_file`.
+        fresh: whether to measure again what an earlier run left in ``out`` (commands with ``--fresh`` set it).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Context:
         self.quiet = quiet
         self.seed = seed
         self.out = Path(out) if out is not None else Path(f"{name}-out")
+        self.fresh = False
         self.result: Mapping[str, Any] | Sequence[Any] | None = None
         self._progress: Progress | None = None
         self._bars = 0
@@ -108,7 +110,7 @@ class Context:
 
     def track(self, items: Iterable[_Item], description: str, total: float | None = None) -> Iterator[_Item]:
         """Iterate with a progress bar. ``total`` defaults to ``len(items)`` where it has one."""
-        if total is None and hasattr(items, "__len__"):
+        if total is None and isinstance(items, Sized):
             total = len(items)
         with self.progress(description, total) as bar:
             for item in items:
@@ -148,11 +150,14 @@ class Context:
         self._bars += 1
         return self._progress, self._progress.add_task(description, total=total)
 
-    def _leave_bar(self) -> None:
+    def _leave_bar(self, progress: Progress, task: TaskID) -> None:
         self._bars -= 1
-        if self._bars == 0 and self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._bars:
+            progress.remove_task(task)  # an inner bar that is through makes room
+            return
+        progress.stop_task(task)
+        progress.stop()
+        self._progress = None
 
     def _progress_console(self) -> Console:
         # On a terminal, bars and text share one console, or they would overwrite each other.
@@ -188,9 +193,10 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         progress, task = self._entered()
+        if self._total is None and error is None:
+            progress.update(task, total=1, completed=1)
         self._task = None
-        progress.stop_task(task)
-        self._context._leave_bar()
+        self._context._leave_bar(progress, task)
 
     def _entered(self) -> tuple[Progress, TaskID]:
         if self._task is None:
