@@ -27,7 +27,7 @@ def main() -> None:
 def _mypy(name: str) -> list[str]:
     chosen = [member(name)] if name else members()
     paths = [str(each.source.relative_to(ROOT)) for each in chosen]
-    return ["mypy", *paths] if name else ["mypy", *paths, "tools"]
+    return ["mypy", *paths] if name else ["mypy", *paths, "tools", "tests-integration/house"]
 
 
 def _failed(command: list[str]) -> bool:
