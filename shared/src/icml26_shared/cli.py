@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from icml26_shared._parser import Parser
+from icml26_shared._parser import Parser, parse
 from icml26_shared._process import (
     one_line_warnings,
     silence_stdout,
@@ -165,7 +165,7 @@ class App:
         try:
             with terminate_as_interrupt():
                 parser = self._parser()
-                args = {"seed": self.seed} | _parse(parser, sys.argv[1:] if argv is None else list(argv))
+                args = {"seed": self.seed} | parse(parser, sys.argv[1:] if argv is None else list(argv))
                 if args.get("version"):
                     print(f"{self.name} {self._version()}", flush=True)
                     return 0
