@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from manifoldkv.selection import keep_mask
@@ -126,7 +126,7 @@ def diagnose(
 @torch.no_grad()
 def diagnose_keys(
     layers: Sequence[Float[Tensor, "batch heads tokens dim"]],
-    mask: Bool[Tensor, "batch tokens"] | None = None,
+    mask: Shaped[Tensor, "batch tokens"] | None = None,
     rule: DiagnoseRule | None = None,
 ) -> Diagnosis:
     """:func:`diagnose` on keys already at hand, one tensor a layer. The first 4 valid tokens of each row are left out."""

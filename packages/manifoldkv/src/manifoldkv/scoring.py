@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from manifoldkv import kernels
@@ -27,7 +27,7 @@ class NonFiniteKeysError(FloatingPointError):
 def score_keys(
     keys: Float[Tensor, "batch heads tokens dim"],
     cfg: KVConfig,
-    mask: Bool[Tensor, "batch tokens"] | None = None,
+    mask: Shaped[Tensor, "batch tokens"] | None = None,
     *,
     n: int | None = None,
     positions: Int64[Tensor, "batch heads tokens"] | None = None,
@@ -49,7 +49,7 @@ def score_keys(
         keys: ``[B, H, T, D]``, float32, bfloat16, float16 or float64, any strides. One score per key-value head.
         cfg: metric, windows and protection. Protected tokens (the first ``n_sink`` and the last ``n_recent`` valid ones)
             score ``+inf``, as many of them as fit into the number of kept tokens.
-        mask: ``[B, T]``, true where valid; padding scores ``-inf`` and doesn't enter any centroid.
+        mask: ``[B, T]``, bool or 0/1, true where valid; padding scores ``-inf`` and doesn't enter any centroid.
         n: tokens that will be kept, where it isn't ``cfg.keep_count(T)``.
         positions: logical position of each key among its row's valid tokens, where earlier ones were evicted. Used to find
             the sinks and to un-rotate; default: order of the valid tokens.

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 
 @torch.no_grad()
 def select(
-    scores: Float[Tensor, "batch heads tokens"], n: int, mask: Bool[Tensor, "batch tokens"] | None = None
+    scores: Float[Tensor, "batch heads tokens"], n: int, mask: Shaped[Tensor, "batch tokens"] | None = None
 ) -> Int64[Tensor, "batch heads kept"]:
     """Indices of the ``n`` highest scores of each head, ascending.
 
@@ -21,7 +21,7 @@ def select(
     Args:
         scores: higher is kept; ``+inf`` always first, ``-inf`` always last. Shape ``[B, H, T]``.
         n: tokens kept per head, >= 0. ``n >= T`` keeps every token.
-        mask: ``[B, T]``, true where a token is valid; the others count as ``-inf``.
+        mask: ``[B, T]``, bool or 0/1, true where a token is valid; the others count as ``-inf``.
 
     Returns:
         int64 ``[B, H, min(n, T)]``.
