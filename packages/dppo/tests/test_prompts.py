@@ -29,7 +29,7 @@ def test_threshold_low_and_unseen():
 
 
 def test_equal_scores_are_not_low():
-    assert not seen({i: 0.1 + 0.2 for i in range(3)}).low([0, 1, 2]).any()
+    assert not seen(dict.fromkeys(range(3), 0.1 + 0.2)).low([0, 1, 2]).any()
 
 
 def test_last_value_or_moving_average():

@@ -14,7 +14,7 @@ from torch import Tensor
 MIN_INCLUSION = 0.05  # 1 - MAX_RATE: the least inclusion probability of an item whose term is not zero
 
 
-def floor_count(rate: float, n: Tensor) -> Int64[Tensor, "..."]:
+def floor_count(rate: float, n: Tensor) -> Int64[Tensor, ...]:
     """floor(rate·n) as people mean it: 0.29·100 is 29."""
     return torch.floor(rate * n.to(torch.float64) + 1e-9).to(torch.int64)
 

@@ -148,7 +148,7 @@ class PromptHistory:
             ours[mine] = np.where(newer, theirs, np.where(same, (ours[mine] + theirs) / 2, ours[mine]))
         self._step[mine] = np.maximum(self._step[mine], other._step[:count])
 
-    def state_dict(self) -> dict[str, Shaped[np.ndarray, "..."]]:
+    def state_dict(self) -> dict[str, Shaped[np.ndarray, ...]]:
         """Arrays to save (all numpy, no objects); `load_state_dict` gives back the same history."""
         count = len(self)
         return {
@@ -164,7 +164,7 @@ class PromptHistory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces the content. Warns at the next `prob` if more than half of the ids asked for are unknown."""
         self._keys = np.array(state["keys"], dtype=np.int64)
-        if self.n is not None and len(self._keys) and not (0 <= self._keys.min() and self._keys.max() < self.n):
+        if self.n is not None and len(self._keys) and not (self._keys.min() >= 0 and self._keys.max() < self.n):
             raise ValueError(f"the saved history has ids outside 0..{self.n - 1}")
         self._checks = np.array(state["checks"], dtype=np.int64)
         self._score = np.array(state["score"], dtype=np.float64)
