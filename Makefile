@@ -46,7 +46,7 @@ report: setup  ## rewrite the table of packages in README.md
 	@$(PY) tools/report.py
 
 build: setup  ## build the wheels and source archives into dist/ (PKG=name: only that one)
-	@$(PY) tools/build.py "$(PKG)"
+	@$(PY) tools/build.py $(PKG)
 
 lock:  ## renew constraints.txt (UPGRADE=1: newest versions; LOCK_FROM=file: versions to prefer for what is new)
 	@UPGRADE="$(UPGRADE)" LOCK_FROM="$(LOCK_FROM)" $(RUN) tools/lock.py

