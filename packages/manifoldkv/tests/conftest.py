@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 _CHECKED = ("geometry", "rope", "scoring", "selection", "windows", "integrations.transformers")
 install_import_hook([f"manifoldkv.{name}" for name in _CHECKED], "beartype.beartype")
 
-settings.register_profile("house", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("house", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
 

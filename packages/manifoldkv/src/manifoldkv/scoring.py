@@ -20,7 +20,17 @@ _CHUNK_BYTES = 4 << 20  # of float32 work at a time: stays in a core's cache and
 
 
 class NonFiniteKeysError(FloatingPointError):
-    """Every valid key of a head is NaN or infinite. ``args`` are the message, the layer and the head."""
+    """Every valid key of a head is NaN, infinite or too large to be squared in float32. Attributes: ``layer``, ``head``."""
+
+    def __init__(self, layer: int, head: int):
+        super().__init__(layer, head)
+        self.layer, self.head = layer, head
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer}, key-value head {self.head}: every key is NaN, infinite or too large for float32; "
+            "the model's forward pass is broken (try another dtype)"
+        )
 
 
 @torch.no_grad()
@@ -42,7 +52,7 @@ def score_keys(
     - ``"cosine"``: ``-cos(k, a)``, KeyDiff (arXiv 2504.15364). ``"cosine_mean"``: ``-cos(k, mu)``.
     - ``"decomposed"``: ``lambda_rad (rho - rho0)^2 + 2 lambda_ang rho_x m (1 - cos theta)`` with ``rho = ||k||``,
       ``m = ||mu||`` and ``theta`` the angle to ``mu``; the defaults give ``||k - mu||^2``.
-    - ``"knorm"``: ``-||k||``. ``"streaming"``: recency. ``"random"``: uniform, the same for every batch row.
+    - ``"knorm"``: ``-||k||``. ``"streaming"``: recency. ``"random"``: uniform, one draw per head and position.
     - ``"auto"``: ``"l2"`` or ``"cosine"``, as :func:`manifoldkv.geometry.diagnose_keys` chooses for these very keys.
 
     Args:
@@ -79,8 +89,8 @@ def score_keys(
     counted = mask
     if cfg.centroid == "evictable":
         counted = _evictable(kept, mask, keys)
-    scores = _raw_scores(keys, cfg, mask, counted, layer)
-    return _finish(scores, keys, kept, mask, layer)
+    scores = _raw_scores(keys, cfg, mask, counted, positions, layer)
+    return _finish(scores, kept, mask, layer)
 
 
 def _check(keys: Tensor, cfg: KVConfig) -> None:
@@ -131,21 +141,28 @@ def _evictable(kept: Tensor | None, mask: Tensor | None, keys: Tensor) -> Tensor
     return torch.where(free.any(-1, keepdim=True), free, valid)
 
 
-def _raw_scores(keys: Tensor, cfg: KVConfig, mask: Tensor | None, counted: Tensor | None, layer: int) -> Tensor:
-    """Scores before protection and padding, ``[B, H, T]`` float32; anything at padding."""
+def _raw_scores(
+    keys: Tensor, cfg: KVConfig, mask: Tensor | None, counted: Tensor | None, positions: Tensor | None, layer: int
+) -> Tensor:
+    """Scores before protection and padding, ``[B, H, T]`` float32; not finite at faulty keys, anything at padding."""
     batch, heads, length, _ = keys.shape
-    if cfg.metric == "random":
-        generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + layer)
-        draws = torch.rand((length, heads), generator=generator).T.to(keys.device)
-        return draws[:, _rank(mask, keys)].transpose(0, 1).expand(batch, heads, length).clone()
-    if cfg.metric == "streaming":
-        return _rank(mask, keys)[:, None].float().expand(batch, heads, length).clone()
+    if cfg.metric in ("random", "streaming"):
+        order = _rank(mask, keys)[:, None] if positions is None else positions.to(keys.device)
+        order = order.expand(batch, heads, length)
+        scores = _draws(order, cfg.seed * 1_000_003 + layer) if cfg.metric == "random" else order.float()
+        return scores.masked_fill(~keys.isfinite().all(-1), torch.nan)
     if cfg.metric == "knorm":
         return -kernels.key_norms(keys)
     if counted is not None and counted.ndim == 3:  # a mask per head: heads become rows
         rows = (keys.flatten(0, 1)[:, None], None if mask is None else mask.repeat_interleave(heads, 0), counted.flatten(0, 1))
         return _centroid_scores(*rows, cfg).view(batch, heads, length)
     return _centroid_scores(keys, mask, counted, cfg)
+
+
+def _draws(order: Int64[Tensor, "batch heads tokens"], seed: int) -> Float[Tensor, "batch heads tokens"]:
+    """One uniform draw per head and position. It stays a token's own, so repeated evictions keep a uniform sample."""
+    draws = torch.rand((int(order.max()) + 1, order.shape[1]), generator=torch.Generator().manual_seed(seed))
+    return draws.T.to(order.device).expand(order.shape[0], -1, -1).gather(-1, order)
 
 
 def _centroid_scores(keys: Tensor, mask: Tensor | None, counted: Tensor | None, cfg: KVConfig) -> Tensor:
@@ -164,8 +181,6 @@ def _centroid_scores(keys: Tensor, mask: Tensor | None, counted: Tensor | None, 
 def _window_scores(keys: Tensor, counted: Tensor | None, cfg: KVConfig) -> Tensor:
     if cfg.kind == "tumbling" or keys.shape[2] <= (cfg.window or 0):
         return _metric_scores(keys, cfg, tumbling_bounds(keys.shape[2], cfg.window), counted)
-    if counted is not None and not bool(counted.all()):
-        raise ValueError("kind='sliding' averages every key of its window: use centroid='all' with it")
     return _sliding_scores(keys, cfg)
 
 
@@ -216,17 +231,15 @@ def _sliding_scores(keys: Tensor, cfg: KVConfig) -> Tensor:
         part = keys[:, :, start:stop].float()
         if cfg.metric == "l2":
             scores[..., start:stop] = (part - centroid).norm(dim=-1)
-        elif cfg.metric in ("cosine", "cosine_mean"):
-            scores[..., start:stop] = -torch.nn.functional.cosine_similarity(part, centroid, dim=-1)
         else:
-            raise ValueError("metric='decomposed' needs tumbling windows: use kind='tumbling'")
+            scores[..., start:stop] = -torch.nn.functional.cosine_similarity(part, centroid, dim=-1)
     return scores
 
 
-def _finish(scores: Tensor, keys: Tensor, kept: Tensor | None, mask: Tensor | None, layer: int) -> Tensor:
+def _finish(scores: Tensor, kept: Tensor | None, mask: Tensor | None, layer: int) -> Tensor:
     """Protection, padding and faulty keys, in the order of precedence: padding and faulty last."""
     finite = scores.isfinite()
-    faulty = None if bool(finite.all()) else ~keys.isfinite().all(-1)
+    faulty = None if bool(finite.all()) else ~finite
     if kept is not None:
         scores = scores.masked_fill(kept, torch.inf)
     if faulty is not None:
@@ -239,10 +252,4 @@ def _refuse_empty_heads(faulty: Tensor, mask: Tensor | None, layer: int) -> None
     valid = torch.ones_like(faulty) if mask is None else mask[:, None].expand_as(faulty)
     empty = ((faulty | ~valid).all(-1) & valid.any(-1)).nonzero()
     if len(empty):
-        head = int(empty[0, 1])
-        raise NonFiniteKeysError(
-            f"layer {layer}, key-value head {head}: every key is NaN or infinite; the model's forward pass is broken "
-            "(try another dtype)",
-            layer,
-            head,
-        )
+        raise NonFiniteKeysError(layer, int(empty[0, 1]))
