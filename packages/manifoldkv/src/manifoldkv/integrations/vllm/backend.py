@@ -67,7 +67,9 @@ def _builder(stock: Any) -> type:
                 return AttentionCGSupport.NEVER  # whole-step graphs would skip the evictions; piecewise ones stay
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any) -> Any:
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
+        ) -> Any:
             spec = self._manifoldkv
             if spec is None:
                 return super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
@@ -124,8 +126,8 @@ def _customized(backend: Any, spec: Any) -> Any:
 def _announce(spec: ManifoldKVSpec) -> None:
     schedule = spec.schedule
     logger.info(
-        "manifoldkv: keeping %d sink, %d middle (%s) and %d recent tokens per head, evicting every %d tokens; at most %d "
-        "blocks of %d tokens per request",
+        "manifoldkv: keeping %d sink, %d middle (%s) and %d recent tokens per head, evicting every %d tokens; at most "
+        "%d blocks of %d tokens per request",
         schedule.sink,
         schedule.middle,
         spec.scoring.metric,
@@ -141,7 +143,8 @@ def _cpu_layout_known(backend: Any, spec: Any, vllm_config: Any) -> bool:
     if backend.get_name() != "CPU_ATTN":
         return True  # derived and verified on the device, at a layer's first eviction
     try:
-        _verify_cpu_layout(spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype, vllm_config.cache_config.cache_dtype)
+        shape = (spec.num_kv_heads, spec.head_size, spec.block_size)
+        _verify_cpu_layout(*shape, spec.dtype, vllm_config.cache_config.cache_dtype)
     except Exception:  # noqa: BLE001 - a layout that isn't understood means a dense cache, not a dead server
         metrics.log_once(logger, "the layout of the KV cache isn't understood; eviction is off")
         return False

@@ -28,8 +28,8 @@ class PluginConfig:
 
     Attributes:
         budget: tokens kept between the sinks and the recent window; 0 (default) is off. Rounded up to whole blocks.
-        metric: ``l2``, ``cosine``, ``cosine_mean``, ``knorm``, ``decomposed`` (here in its radius-calibrated form, since
-            its exact form ranks as ``l2``), or ``auto`` (default): the metric named in ``diagnosis``, else ``cosine``.
+        metric: ``l2``, ``cosine``, ``cosine_mean``, ``knorm``, ``decomposed`` (here radius-calibrated, as its exact form
+            ranks like ``l2``), or ``auto`` (default): the metric named in ``diagnosis``, else ``cosine``.
         sink: first tokens of a request that always stay. Rounded up to whole blocks.
         recent: last tokens that always stay. Rounded up to whole blocks.
         interval: tokens between two evictions; a multiple of vLLM's block size.
@@ -86,7 +86,7 @@ def _diagnosed(path: Path) -> str:
     metric = found.get("metric") if isinstance(found, dict) else None
     if metric not in METRICS or metric == "auto":
         allowed = ", ".join(name for name in METRICS if name != "auto")
-        raise ValueError(f"{CONFIG_KEY}: {path} must hold an object with \"metric\" one of {allowed}; it has {metric!r}")
+        raise ValueError(f'{CONFIG_KEY}: {path} must hold an object with "metric" one of {allowed}; it has {metric!r}')
     return metric
 
 
@@ -116,7 +116,7 @@ def resolve(additional_config: Any = None, environ: Mapping[str, str] | None = N
         return PluginConfig()
     given = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"additional_config[{CONFIG_KEY!r}] must be an object like {{\"budget\": 512}}, not {given!r}")
+        raise ValueError(f'additional_config[{CONFIG_KEY!r}] must be an object like {{"budget": 512}}, not {given!r}')
     known = {field.name for field in fields(PluginConfig)}
     if unknown := sorted(set(given) - known):
         raise ValueError(

@@ -43,8 +43,8 @@ class EvictingImpl:
 def evict(impl: Any, layer: Any, kv_cache: Tensor, plan: Plan) -> None:
     """Carry out a step's evictions in one layer.
 
-    The scheduler frees the gap whatever happens here, so an error must not leave attention without valid tokens: the rows
-    it hits keep what their middle region held, which loses the newly evictable tokens and nothing else.
+    The scheduler frees the gap whatever happens here, so an error must not leave attention without valid tokens: the
+    rows it hits keep what their middle region held, which loses the newly evictable tokens and nothing else.
     """
     for eviction in plan.evictions:
         try:
@@ -53,7 +53,7 @@ def evict(impl: Any, layer: Any, kv_cache: Tensor, plan: Plan) -> None:
             rows = len(eviction.source)
             if rows == 1:
                 metrics.worker.failures += 1
-                metrics.log_once(logger, "selecting tokens failed; the request keeps the older tokens of its middle region")
+                metrics.log_once(logger, "selecting tokens failed; the middle region keeps its older tokens")
                 continue
             for row in range(rows):  # one request's faulty keys are no reason to fail its neighbours
                 single = Eviction(eviction.source[row : row + 1], eviction.target[row : row + 1])

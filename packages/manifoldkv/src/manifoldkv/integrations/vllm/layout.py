@@ -1,8 +1,8 @@
 """Where a key or a value lies inside a block of the paged cache, found out by writing through vLLM's own operation.
 
-The CPU backend doesn't store blocks row by row (keys are transposed, and with AMX both keys and values are permuted), other
-backends have layouts of their own. So nothing is assumed: known numbers are written through the operation that vLLM writes
-with, read back raw, and the permutation this shows is verified on random data before it is used.
+The CPU backend doesn't store blocks row by row (keys are transposed, and with AMX both keys and values are permuted);
+other backends have layouts of their own. So nothing is assumed: known numbers are written through the operation that
+vLLM writes with, read back raw, and the permutation this shows is verified on random data before it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BlockLayout:
     """Permutation between a raw block and its keys ``[H, b, D]`` and values ``[H, b, Dv]``.
 
     Attributes:
-        position: int64; element ``i`` of keys then values, both flattened, lies at ``position[i]`` of the flattened block.
+        position: int64; element ``i`` of keys then values, both flattened, lies at ``position[i]`` of the flat block.
         inverse: int64; its inverse.
         heads, block, dim: shape of a block's keys; the values have the rest of the block.
     """
@@ -83,7 +83,8 @@ def derive(write: WriteOp, cache: Tensor, dim: int) -> BlockLayout:
         found += (raw - 1).clamp(min=0) * place
         place *= _DIGIT
     if bool(present.any()) or not torch.equal(found.sort().values, numbers):
-        raise LayoutError(f"a block of {heads} heads, {block} tokens and {cell} numbers is not a permutation of its input")
+        shape = f"{heads} heads, {block} tokens and {cell} numbers each"
+        raise LayoutError(f"a block of {shape} is not a permutation of what was written into it")
     layout = BlockLayout(position=found.argsort(), inverse=found, heads=heads, block=block, dim=dim)
     _verify(write, scratch, layout, cell - dim)
     return layout

@@ -11,7 +11,6 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from manifoldkv.integrations.vllm import metrics
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -23,8 +22,8 @@ logger = logging.getLogger("vllm.manifoldkv")
 class ManifoldKVManager(FullAttentionManager):
     """Full attention with a gap: logical addressing stays, the gap's blocks become the null block.
 
-    Blocks are freed on the count of tokens whose steps were already processed, so the step that compacted them is over, and
-    any later step (in flight or not) derives a gap that contains this one and reads none of them.
+    Blocks are freed on the count of tokens whose steps were already processed, so the step that compacted them is over,
+    and any later step (in flight or not) derives a gap that contains this one and reads none of them.
     """
 
     supports_fine_grained_hash_lookup = False
@@ -39,7 +38,7 @@ class ManifoldKVManager(FullAttentionManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the gap of ``processed_computed_tokens``. An error frees nothing, which costs memory and no correctness."""
+        """Free the gap of ``processed_computed_tokens``. An error frees nothing: that costs memory, not correctness."""
         del num_prompt_tokens
         try:
             first, last = self.schedule.gap_blocks(processed_computed_tokens, self.block_size)
@@ -86,7 +85,7 @@ class ManifoldKVManager(FullAttentionManager):
 
     @classmethod
     def find_longest_cache_hit(
-        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: BlockPool, *args: Any, **kwargs: Any
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """No hit, in this group and so in any hybrid model that has it."""
         return tuple([] for _ in kv_cache_group_ids), 0

@@ -45,9 +45,9 @@ def compact(
 ) -> tuple[CommonAttentionMetadata, Plan | None]:
     """The step as attention must see it, and the evictions it ends with.
 
-    Row ``r`` had ``c = seq_len - query_len`` computed tokens before the step: the columns of ``gap(c)`` leave its block table
-    (those behind move left, zeros fill up) and its length shrinks by as many tokens. RoPE positions and slots stay as
-    they are. The tensors of ``common`` are shared with other groups and layers: they are copied, never changed.
+    Row ``r`` had ``c = seq_len - query_len`` computed tokens before the step: the columns of ``gap(c)`` leave its block
+    table (those behind move left, zeros fill up) and its length shrinks by as many tokens. RoPE positions and slots
+    stay as they are. The tensors of ``common`` are shared with other groups and layers: they are copied, never changed.
     """
     if common.num_reqs == 0:
         return common, None
@@ -86,7 +86,7 @@ def _count_blocks(after: np.ndarray, gaps: np.ndarray, block: int) -> None:
 def _pending(
     common: CommonAttentionMetadata, ends: np.ndarray, done: np.ndarray, due: np.ndarray
 ) -> list[tuple[int, int, int]]:
-    """``(row, events before, events after)`` of the rows that evict. Warm-up rows write to no slot and evict nothing."""
+    """``(row, events before, events after)`` of the rows that evict. Warm-up rows, without slots, evict nothing."""
     rows = np.flatnonzero(due > done)
     if len(rows) == 0:
         return []
@@ -96,7 +96,11 @@ def _pending(
 
 
 def _plan(
-    common: CommonAttentionMetadata, schedule: Schedule, scoring: KVConfig, block: int, pending: list[tuple[int, int, int]]
+    common: CommonAttentionMetadata,
+    schedule: Schedule,
+    scoring: KVConfig,
+    block: int,
+    pending: list[tuple[int, int, int]],
 ) -> Plan:
     table = common.block_table_tensor
     first, middle = schedule.sink // block, schedule.middle // block

@@ -19,11 +19,11 @@ _stock_paths: dict[str, str] = {}
 def register() -> None:
     """Put the evicting backends over the stock ones; with ``MANIFOLDKV_BUDGET=0`` do nothing at all.
 
-    Without a budget in the environment the backends are registered by name only, because the settings may still come with
-    ``additional_config``, and behave as the stock ones if they don't.
+    Without a budget in the environment the backends are registered by name only, because the settings may still come
+    with ``additional_config``, and behave as the stock ones if they don't.
 
     Raises:
-        ValueError: a MANIFOLDKV_ variable has a value that isn't allowed. Any other error is logged, and vLLM goes on without.
+        ValueError: a MANIFOLDKV_ variable has a value that isn't allowed. Other errors are logged, no more.
     """
     settings = config.resolve()
     if config.from_environment().get("budget") == 0:
@@ -32,7 +32,7 @@ def register() -> None:
         _override()
         if settings.enabled:
             from manifoldkv.integrations.vllm import backend  # noqa: F401 - an import that fails shall fail here
-    except Exception:  # noqa: BLE001 - a plug-in's own failure never takes the server down
+    except Exception:  # a plug-in's own failure never takes the server down
         logger.exception("manifoldkv: the plug-in can't be loaded; vLLM goes on without it")
         _restore()
 
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         from manifoldkv.integrations.vllm.backend import evicting_backend
 
         return evicting_backend(_stock_paths[name])
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # as above
         logger.exception("manifoldkv: the plug-in can't be loaded; vLLM goes on without it")
         from vllm.utils.import_utils import resolve_obj_by_qualname
 

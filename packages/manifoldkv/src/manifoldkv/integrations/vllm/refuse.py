@@ -23,7 +23,7 @@ def check_layers(vllm_config: Any, layers: Iterable[Any]) -> None:
         found.append("ALiBi (its bias needs every key's place, which eviction changes)")
     windowed = any(getattr(layer, "sliding_window", None) is not None for layer in layers)
     if windowed and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        found.append("sliding-window layers without the hybrid KV cache manager (remove --disable-hybrid-kv-cache-manager)")
+        found.append("sliding-window layers without the hybrid KV cache manager (--disable-hybrid-kv-cache-manager)")
     _raise(found)
 
 
@@ -33,7 +33,7 @@ def _features(vllm_config: Any) -> list[str]:
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     checks = {
         "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
-        "KV connectors, disaggregation or KV offloading (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "KV connectors, disaggregation, offloading (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism (--decode-context-parallel-size > 1)": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size > 1)": parallel.prefill_context_parallel_size > 1,
         f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})": is_quantized_kv_cache(cache.cache_dtype),
@@ -57,6 +57,5 @@ def _block_size(vllm_config: Any, plugin: PluginConfig) -> list[str]:
 
 def _raise(found: list[str]) -> None:
     if found:
-        raise ValueError(
-            f"manifoldkv can't serve with {'; '.join(found)}. Change that, or turn the plug-in off with MANIFOLDKV_BUDGET=0"
-        )
+        names = "; ".join(found)
+        raise ValueError(f"manifoldkv can't serve with {names}. Change that, or turn it off with MANIFOLDKV_BUDGET=0")

@@ -20,7 +20,7 @@ class Schedule:
         events(c) = max(0, floor((c - (sink + middle + recent)) / interval))
         gap(c)    = tokens [sink + middle, sink + middle + interval * events(c))
 
-    Each event scores the middle region together with the next ``interval`` tokens and keeps ``middle`` of them per head.
+    Each event scores the middle region together with the next ``interval`` tokens and keeps ``middle`` of them a head.
 
     Attributes:
         sink, middle, recent, interval: numbers of tokens, multiples of ``block``.
@@ -42,8 +42,8 @@ class Schedule:
         """
         if interval % block:
             raise ValueError(
-                f"the eviction interval of {interval} tokens is not a multiple of the block size of {block} tokens; set "
-                f"MANIFOLDKV_INTERVAL to {-(-interval // block) * block} or choose a block size that divides {interval}"
+                f"the eviction interval of {interval} tokens is not a multiple of the block size of {block} tokens; "
+                f"set MANIFOLDKV_INTERVAL to {-(-interval // block) * block}, or a block size that divides {interval}"
             )
         sink, middle, recent = (-(-tokens // block) * block for tokens in (sink, budget, recent))
         return cls(sink=sink, middle=middle, recent=recent, interval=interval, block=block)

@@ -75,7 +75,10 @@ def compressed(spec: FullAttentionSpec, plugin: PluginConfig, max_in_flight_toke
     )
     settings = {field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec) if field.init}
     return ManifoldKVSpec(
-        **settings, schedule=schedule, scoring=scoring(plugin, schedule.middle), max_in_flight_tokens=max_in_flight_tokens
+        **settings,
+        schedule=schedule,
+        scoring=scoring(plugin, schedule.middle),
+        max_in_flight_tokens=max_in_flight_tokens,
     )
 
 
