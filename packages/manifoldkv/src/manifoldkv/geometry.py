@@ -152,6 +152,7 @@ def _head_statistics(keys: Tensor, mask: Tensor | None) -> list[Tensor]:
     found = []
     for row in range(keys.shape[0]):
         valid = keys[row] if mask is None else keys[row][:, mask[row].bool().to(keys.device)]
+        valid = valid[:, valid.isfinite().all(-1).all(0)]  # a faulty token says nothing about the geometry
         if valid.shape[1] >= SKIPPED_TOKENS + _LEAST_TOKENS:
             found.append(_row_statistics(valid[:, SKIPPED_TOKENS:].float()))
     if not found:
@@ -185,6 +186,6 @@ def _spearman(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _summarise(heads: Float[Tensor, "heads statistics"], rule: DiagnoseRule) -> Geometry:
-    cv, agree, upper, lower, overlap = heads.median(0).values.tolist()
+    cv, agree, upper, lower, overlap = heads.quantile(0.5, dim=0).tolist()  # the mean of the middle two of an even number
     metric, reason = rule.choose(cv, agree, upper, lower)
     return Geometry(cv, agree, upper, lower, overlap, metric, reason)
