@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,8 @@ class ManifoldCache(Cache):
         """
         if layer.evictions and layer.metric_used != "auto":
             return layer.metric_used
+        if layer.choose is not None:
+            return layer.label
         if self.choice.settled is not None:
             return self.choice.settled
         if self.cfg.per_layer:
@@ -184,21 +187,50 @@ class ManifoldCache(Cache):
         cfg: KVConfig,
         padding_mask: Tensor | None = None,
         choice: MetricChoice | None = None,
+        choose: Callable[[int, Tensor], Tensor] | None = None,
+        label: str = "custom",
     ) -> ManifoldCache:
         """Compress a prompt that was prefilled into a ``DynamicCache``, which stays as it is.
 
         The result equals a prefill into a :class:`ManifoldCache`, since eviction runs after the prompt's attention; so one
         prefill serves any number of settings.
+
+        Args:
+            choose: another rule than the metric: ``(layer index, keys [B, H, T, D])`` to ascending indices ``[B, H, n]``.
+            label: what ``stats`` calls that rule.
         """
         cache = cls(config, cfg, padding_mask, choice)
         if len(dense.layers) != len(cache.layers):
             raise ValueError(f"the dense cache has {len(dense.layers)} layers, the model {len(cache.layers)}")
         for index, layer in enumerate(dense.layers):
-            if isinstance(cache.layers[index], ManifoldLayer):
+            own = cache.layers[index]
+            if isinstance(own, ManifoldLayer):
+                own.choose, own.label = choose, label
                 cache.update(layer.keys, layer.values, index)
             else:
                 cache.layers[index] = copy.deepcopy(layer)
         return cache
+
+    @classmethod
+    def stack(cls, caches: Sequence[ManifoldCache]) -> ManifoldCache:
+        """The rows of several caches of one model in one cache, to decode them as a batch.
+
+        Raises:
+            ValueError: caches of different logical or stored lengths, with padding, or with budgets per head.
+        """
+        first = caches[0]
+        lengths = {tuple((layer.logical, layer.stored) for layer in cache.manifold_layers) for cache in caches}
+        if len(lengths) > 1 or any(cache.padding_mask is not None or cache.cfg.head_budget == "adaptive" for cache in caches):
+            raise ValueError("only caches of equal lengths, without padding and with uniform budgets can be stacked")
+        stacked = copy.copy(first)
+        stacked.layers = [copy.copy(layer) for layer in first.layers]
+        for index, layer in enumerate(stacked.layers):
+            parts = [cache.layers[index] for cache in caches]
+            layer.keys = torch.cat([part.keys for part in parts])
+            layer.values = torch.cat([part.values for part in parts])
+            if isinstance(layer, ManifoldLayer):
+                layer.positions = torch.cat([part.stored_positions() for part in parts])
+        return stacked
 
     def save(self, path: str | Path) -> Path:
         """Write the cache to a safetensors file; see :func:`~manifoldkv.integrations.transformers.saved.save_cache`."""

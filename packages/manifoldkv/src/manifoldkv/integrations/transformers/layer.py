@@ -58,6 +58,8 @@ class ManifoldLayer(DynamicLayer):
         super().__init__()
         self.cfg, self.index, self.rotary = cfg, index, rotary
         self._metric, self._step_padding = metric, step_padding
+        self.choose: Callable[[int, Tensor], Tensor] | None = None  # another rule than the metric, and its name
+        self.label = "custom"
         self._clear()
 
     def _clear(self) -> None:
@@ -139,13 +141,17 @@ class ManifoldLayer(DynamicLayer):
     @torch.no_grad()
     def evict(self, n: int, metric: str) -> None:
         """Keep the best ``n`` stored tokens of each head by ``metric``."""
-        self._evict(n, self.cfg if metric == self.cfg.metric else replace(self.cfg, metric=metric))
+        auto = self.cfg.metric == "auto" and self.choose is None
+        self._evict(n, replace(self.cfg, metric=metric) if auto else self.cfg)
         self.evictions += 1
         self.waiting = None
         self.metric_used = metric
 
     def _evict(self, n: int, cfg: KVConfig) -> None:
-        indices = self._choose(self.scores(cfg, n), n, cfg)
+        if self.choose is None:
+            indices = self._choose(self.scores(cfg, n), n, cfg)
+        else:
+            indices = self.choose(self.index, self.keys)
         positions = self.stored_positions()
         self.keys, self.values = take(self.keys, indices), take(self.values, indices)
         self.positions = positions.gather(-1, indices)

@@ -1,0 +1,224 @@
+"""Accuracy of a model on long-context tasks with a compressed cache, sample by sample and resumable.
+
+``query-agnostic``: the context is compressed before the question is seen. ``query-aware``: after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from icml26_shared.checkpoint import JsonlStore
+from icml26_shared.evaluation import longbench, ruler
+from torch import Tensor
+from transformers import DynamicCache
+
+from manifoldkv.baselines import SNAPKV_WINDOW, snapkv_scores
+from manifoldkv.config import KVConfig
+from manifoldkv.integrations.transformers import ManifoldCache, MetricChoice, compress
+from manifoldkv.integrations.transformers.queries import capture_queries
+from manifoldkv.selection import select
+
+Protocol = Literal["query-agnostic", "query-aware"]
+
+__all__ = ["SnapKV", "answer", "longbench", "ruler", "run_eval"]
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """Setting of the SnapKV baseline: like :class:`KVConfig`, but scored by the prompt's last queries."""
+
+    compression_ratio: float
+    window: int = SNAPKV_WINDOW
+
+
+Setting = KVConfig | SnapKV | None  # None: the full cache
+
+
+def run_eval(
+    model: Any,
+    tokenizer: Any,
+    samples: Sequence[ruler.Sample],
+    settings: Mapping[str, Setting],
+    protocol: Protocol = "query-agnostic",
+    store: JsonlStore | None = None,
+    max_new_tokens: int | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Score every sample under every setting.
+
+    Args:
+        model, tokenizer: a transformers causal language model.
+        samples: of one or several RULER-style tasks.
+        settings: by name: a :class:`KVConfig`, a :class:`SnapKV`, or ``None`` for the full cache.
+        protocol: whether the question is known when the context is compressed.
+        store: results on disk with the key ``(task, index, config)``; finished ones are not computed again.
+        max_new_tokens: cap on the generated tokens; default: what each task allows.
+        advance: called with the number of (sample, setting) pairs that got done.
+
+    Returns:
+        One row a pair: task, index, config, length, score in [0, 1], output, kept and total tokens.
+    """
+    if protocol not in get_args(Protocol):
+        raise ValueError(f"protocol={protocol!r} is not one of {', '.join(get_args(Protocol))}")
+    choices: dict[str, MetricChoice] = {}  # metric="auto" settles once per setting, as in one with-block
+    rows = []
+    for sample in samples:
+        keys = {name: (sample.task, sample.index, name) for name in settings}
+        todo = {name: settings[name] for name in settings if store is None or not store.done(keys[name])}
+        fresh = _rows(model, tokenizer, sample, todo, protocol, max_new_tokens, choices) if todo else []
+        for row in fresh:
+            if store is not None:
+                store.append(row)
+        found = {row["config"]: row for row in fresh}
+        for name in settings:
+            row = found.get(name) or (store.get(keys[name]) if store is not None else None)
+            if row is not None:
+                rows.append(row)
+        if advance is not None:
+            advance(len(settings))
+    return rows
+
+
+def _rows(
+    model: Any,
+    tokenizer: Any,
+    sample: ruler.Sample,
+    settings: Mapping[str, Setting],
+    protocol: Protocol,
+    max_new_tokens: int | None,
+    choices: dict[str, MetricChoice],
+) -> list[dict[str, Any]]:
+    limit = min(sample.max_new_tokens, max_new_tokens or sample.max_new_tokens)
+    answers = answer(model, tokenizer, sample, settings, protocol, limit, choices)
+    return [
+        {
+            "task": sample.task,
+            "index": sample.index,
+            "config": name,
+            "length": sample.length,
+            "score": ruler.string_match_all(text, sample.outputs),
+            "output": text,
+            "kept": kept,
+            "total": total,
+        }
+        for name, (text, kept, total) in answers.items()
+    ]
+
+
+@torch.inference_mode()
+def answer(
+    model: Any,
+    tokenizer: Any,
+    sample: ruler.Sample,
+    settings: Mapping[str, Setting],
+    protocol: Protocol = "query-agnostic",
+    max_new_tokens: int = 128,
+    choices: dict[str, MetricChoice] | None = None,
+) -> dict[str, tuple[str, int, int]]:
+    """Greedy continuations of one sample under each setting: ``{name: (text, kept tokens, context tokens)}``.
+
+    The context is prefilled once; settings that keep the same number of tokens are decoded together as one batch. Decoding
+    stops at the end-of-sequence token, or as soon as all references were said (more text can't change the score).
+    """
+    context, rest = sample.context, sample.question + sample.answer_prefix
+    if protocol == "query-aware":
+        context, rest = context + rest, ""
+    first = tokenizer(context, return_tensors="pt").input_ids.to(model.device)
+    question = tokenizer(rest, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device).long()
+    dense, last, queries = _prefill(model, first, settings)
+    groups: dict[tuple[int, str], list[tuple[str, ManifoldCache]]] = {}
+    results: dict[str, tuple[str, int, int]] = {}
+    for name, setting in settings.items():
+        if isinstance(setting, KVConfig) and setting.head_budget == "adaptive":
+            results[name] = _answer_per_head(model, tokenizer, first, question, setting, sample, max_new_tokens)
+            continue
+        cache = _compressed(model, dense, setting, queries, (choices or {}).get(name))
+        if choices is not None and name not in choices:
+            choices[name] = cache.choice
+        alone = name if cache.cfg.phase in ("decode", "both") else ""  # evicts while decoding, by a metric of its own
+        groups.setdefault((cache.manifold_layers[0].stored, alone), []).append((name, cache))
+    for (kept, _), members in groups.items():
+        cache = ManifoldCache.stack([member for _, member in members])
+        texts = _decode(model, tokenizer, cache, question, last, sample, max_new_tokens, len(members))
+        results |= {name: (text, kept, first.shape[1]) for (name, _), text in zip(members, texts, strict=True)}
+    return {name: results[name] for name in settings}
+
+
+def _prefill(model: Any, ids: Tensor, settings: Mapping[str, Setting]) -> tuple[DynamicCache, Tensor, dict[int, Tensor]]:
+    dense = DynamicCache(config=model.config)
+    snap = [setting.window for setting in settings.values() if isinstance(setting, SnapKV)]
+    if not snap:
+        return dense, model(ids, past_key_values=dense, logits_to_keep=1).logits[:, -1], {}
+    with capture_queries(model, max(snap)) as queries:
+        last = model(ids, past_key_values=dense, logits_to_keep=1).logits[:, -1]
+    return dense, last, queries
+
+
+def _compressed(
+    model: Any, dense: DynamicCache, setting: Setting, queries: dict[int, Tensor], choice: MetricChoice | None
+) -> ManifoldCache:
+    if isinstance(setting, SnapKV):
+        length = dense.get_seq_length()
+        cfg = KVConfig(metric="random", compression_ratio=setting.compression_ratio)
+        window = min(setting.window, cfg.keep_count(length), length - 1)
+
+        def choose(index: int, keys: Tensor) -> Tensor:
+            return select(snapkv_scores(keys, queries[index][:, :, -window:]), cfg.keep_count(length))
+
+        return ManifoldCache.from_dense(dense, model.config, cfg, choose=choose, label="snapkv")
+    return ManifoldCache.from_dense(dense, model.config, setting or KVConfig(metric="l2", compression_ratio=0.0), choice=choice)
+
+
+def _decode(
+    model: Any,
+    tokenizer: Any,
+    cache: ManifoldCache,
+    question: Tensor,
+    last: Tensor,
+    sample: ruler.Sample,
+    max_new_tokens: int,
+    rows: int,
+) -> list[str]:
+    if question.shape[1]:
+        last = model(question.expand(rows, -1), past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    token = last.expand(rows, -1).argmax(-1, keepdim=True)
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    ends = _end_tokens(model)
+    done = [False] * rows
+    texts = [""] * rows
+    while True:
+        for row, value in enumerate(token[:, 0].tolist()):
+            if done[row]:
+                continue
+            if value in ends:
+                done[row] = True
+                continue
+            tokens[row].append(value)
+            texts[row] = tokenizer.decode(tokens[row], skip_special_tokens=True)
+            done[row] = len(tokens[row]) >= max_new_tokens or ruler.string_match_all(texts[row], sample.outputs) == 1
+        if all(done):
+            return texts
+        token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+
+
+def _answer_per_head(
+    model: Any, tokenizer: Any, first: Tensor, question: Tensor, cfg: KVConfig, sample: ruler.Sample, max_new_tokens: int
+) -> tuple[str, int, int]:
+    """Budgets per head need the attention that ``compress`` installs, so this setting runs by itself."""
+    with compress(model, cfg) as kv:
+        last = model(first, use_cache=True, logits_to_keep=1).logits[:, -1]
+        if kv.cache is None:
+            raise RuntimeError("the prompt ran without a cache; is use_cache off in the model's config?")
+        kept = kv.cache.manifold_layers[0].fill()
+        (text,) = _decode(model, tokenizer, kv.cache, question, last, sample, max_new_tokens, 1)
+    return text, kept, first.shape[1]
+
+
+def _end_tokens(model: Any) -> set[int]:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        return set()
+    return set(found) if isinstance(found, Iterable) else {int(found)}
