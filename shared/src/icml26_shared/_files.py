@@ -107,7 +107,10 @@ def to_jsonable(value: Any) -> Any:
 def dumps(value: Any, *, indent: int | None = None, sort_keys: bool = False, ensure_ascii: bool = False) -> str:
     """Strict JSON text of ``value`` after :func:`to_jsonable`."""
     plain = to_jsonable(value)
-    return json.dumps(plain, indent=indent, sort_keys=sort_keys, ensure_ascii=ensure_ascii, allow_nan=False)
+    text = json.dumps(plain, indent=indent, sort_keys=sort_keys, ensure_ascii=ensure_ascii, allow_nan=False)
+    if not ensure_ascii and any("\ud800" <= letter <= "\udfff" for letter in text):
+        return dumps(plain, indent=indent, sort_keys=sort_keys, ensure_ascii=True)  # no UTF-8 for broken text
+    return text
 
 
 def _key(key: Any) -> str:
