@@ -20,10 +20,6 @@ ENVIRONMENT_VARIABLE = "ICML26_DATA"
 class MissingData(UserError, FileNotFoundError):
     """A data set is not on this machine; the message names both ways of saying where it is."""
 
-    # The two parents disagree on what `str` shows; the message is all there is to show.
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 def find(dataset: str, filename: str | None = None, root: str | Path | None = None) -> Path:
     """Find a data set, or a file of it.
