@@ -294,7 +294,7 @@ def test_other_settings_are_refused_and_the_difference_is_said(tmp_path):
     assert "seed" not in said
     assert "use another --out" in said
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(SettingsMismatch, match=r'key: \["task", "index", "config"\] there, \["a"\] now'):
+    with pytest.raises(SettingsMismatch, match=r'key fields: \["task", "index", "config"\] there, \["a"\] now'):
         JsonlStore(path, key=("a",), settings={"model": "a", "seed": 0})
     JsonlStore(path, settings={"seed": 0, "model": "a"}).close()
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import warnings
 import pytest
 
 from icml26_shared.cli import App, format_number
-from icml26_shared.console import Context
+from icml26_shared.console import Context, progress
 from icml26_shared.errors import MissingExtra, UserError
 
 
@@ -252,8 +253,8 @@ def test_an_output_folder_that_cannot_be_made(tmp_path, capsys):
 
 
 def test_numbers_in_tables():
-    assert [format_number(x) for x in (0.123456, 12345.678, 1e-7, 1234567.0, 0.0, 3, True, "x")] == [
-        "0.1235", "1.235e+04", "1.000e-07", "1.235e+06", "0", "3", "yes", "x",
+    assert [format_number(x) for x in (0.123456, 12345.678, 1234.56, 1e-7, 1234567.0, 0.0, 3, True, "x")] == [
+        "0.1235", "12346", "1235", "1.000e-07", "1.235e+06", "0", "3", "yes", "x",
     ]  # fmt: skip
 
 
@@ -271,16 +272,16 @@ def test_a_bar_outside_its_block_is_an_error():
 def test_nested_bars_share_one_display_and_end_with_their_blocks():
     context = Context(quiet=True)
     with context.progress("a", 2) as outer:
-        progress = context._progress
+        shared = context._progress
         with context.progress("b", 4) as inner:
-            assert context._progress is progress
+            assert context._progress is shared
             inner.advance(3)
-            assert [(task.description, task.completed, task.total) for task in progress.tasks] == [
+            assert [(task.description, task.completed, task.total) for task in shared.tasks] == [
                 ("a", 0, 2),
                 ("b", 3, 4),
             ]
         outer.update("c", completed=2)
-        assert [(task.description, task.completed) for task in progress.tasks] == [("c", 2)]
+        assert [(task.description, task.completed) for task in shared.tasks] == [("c", 2)]
     assert context._progress is None
 
 
@@ -322,6 +323,17 @@ def lines(ctx, args):
 def colors(ctx, args):
     ctx.table("t", ["a"], [["ä≥"]])
     ctx.say("green", style="green")
+
+@app.command("aside", help="remarks beside a bar")
+def aside(ctx, args):
+    import warnings
+    from icml26_shared.console import progress
+    with ctx.progress("outer", 10) as bar:
+        with progress("inner of a library"):
+            ctx.note("a remark")
+            warnings.warn("look out")
+            time.sleep(0.3)
+        bar.advance(10)
 
 @app.command("pipe", help="a broken pipe of its own")
 def pipe(ctx, args):
@@ -428,6 +440,23 @@ def test_no_color(program):
     without = on_a_terminal(program, "colors", env={"TERM": "xterm-256color", "NO_COLOR": "1"})
     assert "\x1b[32m" not in without
     assert "green" in without
+
+
+def test_bars_and_remarks_share_a_terminal(program):
+    shown = on_a_terminal(program, "aside", env={"TERM": "xterm-256color", "NO_COLOR": "1", "COLUMNS": "100"})
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", shown)]
+    assert "a remark" in lines
+    assert "warning: look out" in lines
+    assert any(line.startswith("inner of a library") for line in lines)
+    assert any(re.match(r"outer .* 10/10 ", line) for line in lines)
+
+
+def test_a_bar_of_library_code_without_a_command_goes_to_stderr(capsys):
+    with progress("converting", 2) as bar:
+        bar.advance(2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "converting" in err
 
 
 def test_a_terminal_without_unicode_is_no_fault(program):

@@ -188,7 +188,7 @@ class JsonlStore:
         }
 
     def _compare(self, header: Mapping[str, Any]) -> None:
-        theirs, ours = {"key": header["key"], **header["settings"]}, {"key": list(self.key), **self.settings}
+        theirs, ours = {**header["settings"], _KEY: header["key"]}, {**self.settings, _KEY: list(self.key)}
         if theirs == ours:
             return
         names = [name for name in {**theirs, **ours} if theirs.get(name, _ABSENT) != ours.get(name, _ABSENT)]
@@ -213,6 +213,7 @@ class JsonlStore:
 
 
 _ABSENT = object()
+_KEY = "key fields"
 
 
 def _show(settings: Mapping[str, Any], name: str) -> str:

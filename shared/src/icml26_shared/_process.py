@@ -13,6 +13,7 @@ from icml26_shared.console import Context
 
 
 def stdout_is_gone() -> bool:
+    """Whether the reader of stdout or stderr has closed it."""
     import select
 
     if not hasattr(select, "poll"):
@@ -63,7 +64,7 @@ def one_line_warnings(ctx: Context) -> Iterator[None]:
         message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         if file is None and issubclass(category, UserWarning):
-            ctx.console_errors.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)
+            ctx.warn(str(message))
         else:
             previous(message, category, filename, lineno, file, line)
 

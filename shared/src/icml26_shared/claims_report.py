@@ -98,6 +98,7 @@ class Verdict:
             "seeds": list(self.seeds),
             "measurements": {name: value.to_json() for name, value in measured.items()},
             "details": dict(self.result.details),
+            "needs": self.verdict.partition(": ")[2] if self.kind == "needs" else None,
             "command": self.claim.command,
             "seconds": self.seconds,
             "traceback": self.traceback,

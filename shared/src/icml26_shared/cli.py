@@ -39,7 +39,7 @@ from icml26_shared._process import (
     stdout_is_gone,
     terminate_as_interrupt,
 )
-from icml26_shared.console import Bar, Context, format_number
+from icml26_shared.console import Bar, Context, format_number, running
 from icml26_shared.errors import MissingExtra, UserError
 
 __all__ = ["App", "Bar", "Context", "Handler", "format_number"]
@@ -190,7 +190,7 @@ class App:
             seed=args["seed"],
             out=args["out"],
         )
-        with stdout_for_json() if ctx.json else nullcontext(), one_line_warnings(ctx):
+        with running(ctx), stdout_for_json() if ctx.json else nullcontext(), one_line_warnings(ctx):
             returned = _resolve(command.run)(ctx, argparse.Namespace(**args))
             code = returned if isinstance(returned, int) else 0
             if returned is not None and not isinstance(returned, int):

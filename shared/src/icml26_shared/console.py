@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-__all__ = ["Bar", "Context", "format_number"]
+__all__ = ["Bar", "Context", "format_number", "progress"]
 
 _Item = TypeVar("_Item")
 _WIDTH_IN_A_FILE = 120
@@ -76,7 +78,11 @@ class Context:
     def note(self, text: str) -> None:
         """Print a remark about the run on stderr; left out with ``--quiet``."""
         if not self.quiet:
-            self.console_errors.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+            self._print_aside(text, style="dim")
+
+    def warn(self, text: str) -> None:
+        """Print a warning on stderr, also with ``--quiet``."""
+        self._print_aside(f"warning: {text}")
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Print a table. Numbers are shown with four significant digits and set right; None is shown as a dash.
@@ -159,6 +165,12 @@ class Context:
         progress.stop()
         self._progress = None
 
+    def _print_aside(self, text: str, style: str | None = None) -> None:
+        console = self.console_errors
+        if self._progress is not None and console.is_terminal:
+            console = self._progress.console  # else the bar on the same terminal would be drawn over the text
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
     def _progress_console(self) -> Console:
         # On a terminal, bars and text share one console, or they would overwrite each other.
         return self.console if self.console.is_terminal else self.console_errors
@@ -204,6 +216,28 @@ class Bar:
         return self._task
 
 
+_running: list[Context] = []
+
+
+@contextmanager
+def running(context: Context) -> Iterator[None]:
+    """Make ``context`` the one that :func:`progress` shows its bars in."""
+    _running.append(context)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def progress(description: str, total: float | None = None) -> Bar:
+    """A progress bar for library code: among those of the command that is running, or else on stderr.
+
+    Used as :meth:`Context.progress`.
+    """
+    context = _running[-1] if _running else Context(json=True)
+    return context.progress(description, total)
+
+
 def format_number(value: Any) -> str:
     """Four significant digits for floats, digits for integers, ``str`` for the rest; True and False as yes and no."""
     if isinstance(value, bool):
@@ -212,7 +246,9 @@ def format_number(value: Any) -> str:
         return str(int(value))
     if isinstance(value, numbers.Real):
         number = float(value)
-        return f"{number:.4g}" if number == 0 or 1e-4 <= abs(number) < 1e6 else f"{number:.3e}"
+        if number == 0 or 1e-4 <= abs(number) < 1e6 or not math.isfinite(number):
+            return f"{number:.0f}" if abs(number) >= 1e4 and math.isfinite(number) else f"{number:.4g}"
+        return f"{number:.3e}"
     return str(value)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -75,17 +76,9 @@ class Measurement:
             raise ValueError(f"level must be between 0 and 1, got {level}")
         if n < 1:
             raise ValueError(f"n must be at least 1 resample, got {n}")
-        values = np.asarray(self.values)
-        if not np.isfinite(values).all():
+        if not all(map(math.isfinite, self.values)):
             return math.nan, math.nan
-        rng = np.random.default_rng(seed)
-        rows = max(1, _CHUNK // values.size)  # keeps the resamples of many values out of memory
-        found = [
-            np.asarray(statistic(values[rng.integers(values.size, size=(min(rows, n - start), values.size))], axis=1))
-            for start in range(0, n, rows)
-        ]
-        low, high = np.quantile(np.concatenate(found), [(1 - level) / 2, (1 + level) / 2])
-        return float(low), float(high)
+        return _bootstrap(self.values, level, n, seed, statistic)
 
     def to_json(self) -> dict[str, Any]:
         """Values, mean, 95 % interval, unit and seeds."""
@@ -214,6 +207,21 @@ class Rule:
         if name not in measurements:
             raise ValueError(f"the rule {self.text!r} needs the measurement {name!r}; measured: {sorted(measurements)}")
         return measurements[name]
+
+
+@lru_cache(maxsize=256)  # a report asks for the same interval again and again
+def _bootstrap(
+    values: tuple[float, ...], level: float, n: int, seed: int, statistic: Callable[..., Any]
+) -> tuple[float, float]:
+    sample = np.asarray(values)
+    rng = np.random.default_rng(seed)
+    rows = max(1, _CHUNK // sample.size)  # keeps the resamples of many values out of memory
+    found = [
+        np.asarray(statistic(sample[rng.integers(sample.size, size=(min(rows, n - start), sample.size))], axis=1))
+        for start in range(0, n, rows)
+    ]
+    low, high = np.quantile(np.concatenate(found), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def _check_operator(op: str) -> None:
