@@ -28,8 +28,8 @@ class PluginConfig:
 
     Attributes:
         budget: tokens kept between the sinks and the recent window; 0 (default) is off. Rounded up to whole blocks.
-        metric: ``l2``, ``cosine``, ``cosine_mean``, ``knorm``, ``decomposed`` (here radius-calibrated, as its exact form
-            ranks like ``l2``), or ``auto`` (default): the metric named in ``diagnosis``, else ``cosine``.
+        metric: ``l2``, ``cosine``, ``cosine_mean``, ``knorm``, ``decomposed`` (here radius-calibrated, as its exact
+            form ranks like ``l2``), or ``auto`` (default): the metric named in ``diagnosis``, else ``cosine``.
         sink: first tokens of a request that always stay. Rounded up to whole blocks.
         recent: last tokens that always stay. Rounded up to whole blocks.
         interval: tokens between two evictions; a multiple of vLLM's block size.

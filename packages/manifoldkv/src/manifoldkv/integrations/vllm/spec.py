@@ -84,9 +84,10 @@ def compressed(spec: FullAttentionSpec, plugin: PluginConfig, max_in_flight_toke
 
 def scoring(plugin: PluginConfig, middle: int) -> KVConfig:
     """Scoring of the middle region: ``middle`` tokens stay, nothing is protected by score."""
-    metric = plugin.resolved_metric()
-    reference = {"rho0": "mean", "rho_x": "mean"} if metric == "decomposed" else {}
-    return KVConfig(metric=metric, budget=middle, window=plugin.window, n_sink=0, n_recent=0, **reference)
+    settings: dict[str, Any] = {"metric": plugin.resolved_metric(), "window": plugin.window}
+    if settings["metric"] == "decomposed":
+        settings.update(rho0="mean", rho_x="mean")
+    return KVConfig(budget=middle, n_sink=0, n_recent=0, **settings)
 
 
 def register() -> None:
