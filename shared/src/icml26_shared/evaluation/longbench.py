@@ -222,7 +222,8 @@ def _dataset(name: str) -> Dataset:
 def prompt(example: Example, template: str | None = None) -> str:
     """The prompt of an example: instruction, context, input; or `template` with `{context}` and `{input}` filled in."""
     if template is not None:
-        return template.replace("{input}", example.input).replace("{context}", example.context)
+        fields = {"{context}": example.context, "{input}": example.input}
+        return re.sub(r"\{context\}|\{input\}", lambda match: fields[match[0]], template)
     parts = (_dataset(example.dataset).instruction, example.context, example.input)
     return "\n\n".join(part for part in parts if part)
 
