@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=4, help="samples per task (default 4)")
     parser.add_argument("--tokens", type=int, default=400, help="length of the prompts in tokens (default 400)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
-    parser.add_argument("--new-tokens", type=int, default=24, help="tokens generated at most per answer (default 24)")
+    parser.add_argument("--new-tokens", type=int, default=16, help="tokens generated at most per answer (default 16)")
 
 
 def settings_at(ratio: float, seed: int) -> dict[str, Setting]:
@@ -174,7 +174,8 @@ def draw(accuracy: Mapping[tuple[str, str, float], float], path: Path, title: st
                 kept = [100 * (1 - ratio) + shift for ratio in RATIOS]
                 values = [accuracy[method, task, ratio] for ratio in RATIOS]
                 marker = "osD^vPX*"[place % 8]
-                axis.plot(kept, values, marker=marker, label=method, linewidth=2.4 if method == AUTO else 1.3)
+                style = {"color": "0.6"} if method.startswith("random") else {}  # chance is the background
+                axis.plot(kept, values, marker=marker, label=method, linewidth=2.4 if method == AUTO else 1.3, **style)
             axis.set(title=f"{words} in noise ({task})", xlabel="cache kept (% of tokens)", ylim=(-0.05, 1.05))
         axes[0].set_ylabel("needles found (share)")
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")

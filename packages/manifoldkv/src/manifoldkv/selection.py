@@ -130,6 +130,15 @@ def select_adaptive(
     return keep_mask(ranked, heads * n).view(batch, heads, length)
 
 
+def take(tensor: Float[Tensor, "batch heads tokens dim"], indices: Int64[Tensor, "batch heads kept"]) -> Tensor:
+    """Rows ``indices`` of each head, as a new tensor ``[B, H, n, D]``."""
+    batch, heads, length, dim = tensor.shape
+    if not tensor.is_contiguous():
+        return tensor.gather(2, indices[..., None].expand(-1, -1, -1, dim))
+    offset = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
+    return tensor.view(-1, dim).index_select(0, (indices + offset).flatten()).view(batch, heads, indices.shape[-1], dim)
+
+
 def check_mask(mask: Tensor, batch: int, length: int) -> Bool[Tensor, "batch tokens"]:
     """``mask`` as bool, or ValueError where its shape isn't ``[batch, length]``."""
     if mask.shape != (batch, length):

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from manifoldkv.config import KVConfig
 from manifoldkv.rope import Rotary
 from manifoldkv.scoring import score_keys
-from manifoldkv.selection import select, select_per_window
+from manifoldkv.selection import select, select_per_window, take
 from manifoldkv.windows import tumbling_bounds
 
 
@@ -276,12 +276,3 @@ class ManifoldLayer(DynamicLayer):
         per_token = 0 if stored == 0 else (self.keys[:, :, 0].numel() + self.values[:, :, 0].numel()) * self.keys.element_size()
         metric = self.metric_used
         return LayerStats(self.index, self.logical, stored, stored * per_token, self.logical * per_token, self.evictions, metric)
-
-
-def take(tensor: Float[Tensor, "batch heads tokens dim"], indices: Int64[Tensor, "batch heads kept"]) -> Tensor:
-    """Rows ``indices`` of each head, as a new tensor ``[B, H, n, D]``."""
-    batch, heads, length, dim = tensor.shape
-    if not tensor.is_contiguous():
-        return tensor.gather(2, indices[..., None].expand(-1, -1, -1, dim))
-    offset = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
-    return tensor.view(-1, dim).index_select(0, (indices + offset).flatten()).view(batch, heads, indices.shape[-1], dim)

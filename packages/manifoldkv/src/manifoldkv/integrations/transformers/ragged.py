@@ -18,9 +18,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from manifoldkv.config import KVConfig
-from manifoldkv.integrations.transformers.layer import ManifoldLayer, take
+from manifoldkv.integrations.transformers.layer import ManifoldLayer
 from manifoldkv.scoring import score_keys
-from manifoldkv.selection import select_adaptive
+from manifoldkv.selection import select_adaptive, take
 
 ATTENTION = "manifoldkv_per_head"
 CURRENT: ContextVar[Any] = ContextVar("manifoldkv_current_cache", default=None)
