@@ -1,0 +1,1 @@
+"""Plug-ins, one file a host library; import the one you need."""
