@@ -136,6 +136,13 @@ def test_a_declared_no_op_or_refusal_is_no_stub(tmp_path: Path, text: str) -> No
     assert anatomy.problems(member) == []
 
 
+def test_a_test_may_check_through_a_helper(tmp_path: Path) -> None:
+    member = toy.package(tmp_path)
+    helpers = "def compare(x: int) -> None:\n    inner(x)\ndef inner(x: int) -> None:\n    assert x == 1"
+    toy.append(member.folder / "tests" / "test_core.py", f"{helpers}\ndef test_compared() -> None:\n    compare(1)")
+    assert anatomy.problems(member) == []
+
+
 def test_a_pending_room_may_be_missing(tmp_path: Path) -> None:
     member = toy.package(tmp_path)
     toy.replace(member.folder / "pyproject.toml", "pending = []", 'pending = ["claims.py"]')

@@ -72,6 +72,10 @@ def test_a_closed_door_is_noticed(tmp_path: Path, file: str, line: str, complain
         ("cli.py", "from . import claims\nfrom .integrations import host\ndef f():\n    import transformers"),
         ("integrations/host.py", "import transformers\nfrom toymethod.core import score"),
         ("kernels/score.py", "import triton\nimport triton.language as tl\nfrom . import other"),
+        (
+            "kernels/score.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from toymethod.core import score",
+        ),
         ("__init__.py", "def __getattr__(name):\n    from toymethod.integrations import host\n    return host"),
         ("__init__.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .integrations.host import Host"),
     ],

@@ -5,7 +5,7 @@ Rooms of a package, by the first part of a module's path in it:
 - entry rooms `integrations`, `eval`, `cli`, `claims`, `bench`, `demo` (and modules named after one, as `cli_eval` is):
   may import everything of their own package, and what its extras declare, though the latter only inside functions
   (`integrations` and `eval`, which the user imports, at once too: a host's class cannot be subclassed otherwise);
-- `kernels`: imports only `kernels`, and Triton;
+- `kernels`: imports only `kernels`, and Triton; for type checkers the method too;
 - `__init__`: may name what lies in `integrations`, but only inside a function or for type checkers;
 - every other module is the method: imports only the method and `kernels`, and of other distributions only what the
   package declares as a hard dependency.
@@ -140,7 +140,8 @@ def _problem_inside(item: Import, here: str, there: str) -> str:
     if here in ENTRY_ROOMS:
         return ""
     if here == "kernels":
-        return "" if there == "kernels" else f"kernels import only kernels, not {there}"
+        allowed = there == "kernels" or (there == "method" and item.typing_only)
+        return "" if allowed else f"kernels import only kernels, not {there}"
     if here == "__init__":
         if there in CLOSED_ROOMS and not (item.deferred or item.typing_only):
             return f"{there} must load only when used: import it inside __getattr__"
