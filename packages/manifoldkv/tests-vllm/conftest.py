@@ -17,10 +17,10 @@ for _name in [name for name in os.environ if name.startswith("MANIFOLDKV_")]:
 sys.path.insert(0, str(Path(__file__).parent))  # the harness, also for the processes that tests start
 
 ESSAY = (
-    "The harbour master kept {a} lanterns in the {b} shed, and every evening he counted them twice before the boats came. "
-    "Rain had washed the road to the mill away, so the letters arrived by water on day {a} of the month. Nobody in the "
-    "village could say who had planted the {b} orchard, but its apples were sold as far as the coast. When the bell of the "
-    "{b} chapel cracked, {a} families gave a spoon each, and the founder poured a new one that rang a little lower. "
+    "The harbour master kept {a} lanterns in the {b} shed, and every evening he counted them twice before the boats "
+    "came. Rain had washed the road to the mill away, so the letters arrived by water on day {a} of the month. Nobody "
+    "in the village could say who had planted the {b} orchard, but its apples were sold as far as the coast. When the "
+    "bell of the {b} chapel cracked, {a} families gave a spoon each, and the new one rang a little lower. "
 )
 
 
@@ -91,8 +91,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, A
 
 @pytest.fixture(scope="session")
 def noise() -> Callable[[int, int], list[int]]:
-    """``noise(length, seed)``: random ids below 512."""
-    return lambda length, seed=0: [random.Random(seed * 7919 + i).randrange(512) for i in range(length)]
+    """``noise(length, seed)``: random ids from 1 to 511 (0 is the padding id, whose embedding is zero)."""
+    return lambda length, seed=0: [random.Random(seed * 7919 + i).randrange(1, 512) for i in range(length)]
 
 
 @pytest.fixture(autouse=True)

@@ -59,8 +59,8 @@ def test_budget_0_is_as_if_it_were_not_installed(smollm2: str, tiny: Tiny, prose
     small = {"block_size": 32, "skip_tokenizer_init": True}
     runs = [
         ("smollm2", smollm2, prose(200, 5), {"block_size": 32}),
-        ("llama", tiny("llama")[0], list(range(200)), small),
-        ("qwen2", tiny("qwen2")[0], list(range(200)), small),
+        ("llama", tiny("llama")[0], list(range(1, 201)), small),
+        ("qwen2", tiny("qwen2")[0], list(range(1, 201)), small),
     ]
     off = _child(CHILD, {"runs": runs}, MANIFOLDKV_BUDGET="0")
     without = _child(CHILD, {"runs": runs}, VLLM_PLUGINS="none")
@@ -88,7 +88,7 @@ if __name__ == "__main__":
 
 def test_engine_and_worker_in_processes_of_their_own(tiny: Tiny) -> None:
     folder, model = tiny("llama")
-    prompts = [[(7 * i + seed) % 512 for i in range(length)] for seed, length in enumerate((250, 131, 400))]
+    prompts = [[(7 * i + seed) % 511 + 1 for i in range(length)] for seed, length in enumerate((250, 131, 400))]
     settings = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -123,7 +123,11 @@ def _server(model: str, log: Path, *arguments: str) -> Iterator[str]:
     environment = _environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="INFO", **ON)
     with log.open("w") as out:
         server = subprocess.Popen(
-            [*command, "--port", str(port), *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            [*command, "--port", str(port), *arguments],
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             yield f"http://127.0.0.1:{port}/v1"

@@ -112,9 +112,7 @@ def _verify(write: WriteOp, scratch: Tensor, layout: BlockLayout, value_dim: int
     heads, block, dim = layout.heads, layout.block, layout.dim
     generator = torch.Generator().manual_seed(0)
     slots = (torch.randperm(2 * block, generator=generator) + block).to(scratch.device)
-    key, value = (
-        torch.randn(2 * block, heads, size, generator=generator).to(scratch) for size in (dim, value_dim)
-    )
+    key, value = (torch.randn(2 * block, heads, size, generator=generator).to(scratch) for size in (dim, value_dim))
     scratch.zero_()
     write(key, value, scratch, slots)
     order = slots.argsort()
