@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -330,6 +331,29 @@ def test_what_was_measured_before_a_crash_is_kept(tmp_path):
     assert calls == [0, 1, 2]
 
 
+def test_fresh_and_only_keep_what_the_other_claims_measured(tmp_path):
+    calls = []
+
+    def check(ctx):
+        calls.append(ctx.claim_id)
+        return {"x": 1}
+
+    claims = [claim(check, id="a"), claim(check, id="b")]
+    judge(*claims, tmp_path=tmp_path)
+    judge(*claims, tmp_path=tmp_path, only=["b"], fresh=True)
+    judge(*claims, tmp_path=tmp_path)
+    assert calls == ["a", "b", "b"]
+
+
+def test_a_report_says_when_its_figures_were_measured(tmp_path):
+    judge(claim(lambda ctx: {"x": 1}), tmp_path=tmp_path)
+    path = tmp_path / "claims.jsonl"
+    path.write_text(re.sub(r'"measured": "[^"T]*T', '"measured": "2001-02-03T', path.read_text()))
+    report = judge(claim(lambda ctx: {"x": 1}), tmp_path=tmp_path)
+    assert report.verdicts[0].measured.startswith("2001-02-03T")
+    assert "Measured on 2001-02-03 with tool, Python" in report.to_markdown()
+
+
 def test_measurements_of_another_seed_are_not_mixed_in(tmp_path):
     check = claim(lambda ctx: {"x": list(ctx.seeds)})
     judge(check, tmp_path=tmp_path)
@@ -465,7 +489,8 @@ def test_claims_killed_at_random_moments_end_with_the_verdicts_of_one_run(tmp_pa
         for out in (store.parent, tmp_path / "whole")
     ]
     for row in (*done[0], *done[1]):
-        row.pop("seconds")
+        for name in ("seconds", "measured"):
+            row.pop(name)
     assert done[0] == done[1]
     assert [row["verdict"] for row in done[0]] == ["holds"] * 3
 

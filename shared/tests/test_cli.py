@@ -393,6 +393,14 @@ def test_a_closed_stdout_is_quiet(program):
     assert done.stderr == ""
 
 
+def test_no_stdout_at_all_is_no_fault(program):
+    for arguments in ("noisy", "noisy --json", "colors"):
+        script = f"exec {sys.executable} '{program}' {arguments} >&-"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_a_broken_pipe_that_is_not_stdout_is_shown(program):
     done = execute(program, "pipe")
     assert done.returncode == 1

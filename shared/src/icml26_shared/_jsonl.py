@@ -104,6 +104,18 @@ class JsonlStore:
         self._write(dumps(plain).encode() + b"\n")
         self._rows[identity] = plain
 
+    def remove(self, which: Callable[[Mapping[str, Any]], bool]) -> int:
+        """Drop the rows for which ``which(row)`` is true, atomically; returns how many there were."""
+        kept = {identity: row for identity, row in self._rows.items() if not which(row)}
+        removed = len(self._rows) - len(kept)
+        if removed:
+            lines = [self._header(), *kept.values()]
+            atomic_write_text(self.path, "".join(dumps(line) + "\n" for line in lines))
+            self._file.close()
+            self._file = self.path.open("ab", buffering=0)  # the old one writes into the replaced file
+            self._rows = kept
+        return removed
+
     def rows(self) -> list[dict[str, Any]]:
         """All rows, in the order they were written."""
         return [dict(row) for row in self._rows.values()]

@@ -7,9 +7,20 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from icml26_shared.console import Context
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr usable where they are closed or cannot show Unicode."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open as long as the process
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows '?', not a traceback
 
 
 def stdout_is_gone() -> bool:

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from icml26_shared.checkpoint import JsonlStore, SettingsMismatch
 from icml26_shared.console import Context
-from icml26_shared.environment import source_digest, version_of
+from icml26_shared.environment import library_versions, processor, source_digest, version_of
 
 
-def open_remembered(context: Context, name: str, key: Sequence[str], *, fresh: bool = False) -> JsonlStore:
-    """The store ``name`` in the output folder; what other sources, versions or seeds measured is refused.
+def open_remembered(
+    context: Context,
+    name: str,
+    key: Sequence[str],
+    *,
+    forget: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> JsonlStore:
+    """The store ``name`` in the output folder; what other sources, versions, machines or seeds measured is refused.
 
     Args:
-        fresh: forget what is in the file.
+        forget: rows to measure again; with it, a file that would be refused is started anew.
     """
+    path, settings = context.out_file(name), _settings(context)
     try:
-        return JsonlStore(context.out_file(name), key=key, settings=_settings(context), fresh=fresh)
-    except SettingsMismatch as error:
-        raise SettingsMismatch(f"{error}; --fresh does that") from None
+        store = JsonlStore(path, key=key, settings=settings)
+    except ValueError as error:
+        if forget is not None:
+            return JsonlStore(path, key=key, settings=settings, fresh=True)
+        if isinstance(error, SettingsMismatch):
+            raise SettingsMismatch(f"{error}; --fresh does that") from None
+        raise
+    if forget is not None:
+        store.remove(forget)
+    return store
+
+
+def now() -> str:
+    """Date and time in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _settings(context: Context) -> dict[str, Any]:
     package = context.distribution
     digests = [digest for one in (package, "icml26-shared") if (digest := source_digest(one)) is not None]
-    return {"package": package, "version": version_of(package), "sources": "-".join(digests), "seed": context.seed}
+    return {
+        "package": package,
+        "version": version_of(package),
+        "sources": "-".join(digests),
+        "seed": context.seed,
+        "python": platform.python_version(),
+        "processor": processor(),
+        **library_versions(),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from icml26_shared._remembered import open_remembered
+from icml26_shared._remembered import now, open_remembered
 from icml26_shared.checkpoint import atomic_write_json, atomic_write_text, to_jsonable
 from icml26_shared.console import Context, format_number
 from icml26_shared.environment import environment
@@ -99,12 +99,14 @@ class BenchRow:
         measured: the figures.
         goal: rules about them (see :meth:`Measured.figures` for the names); empty for a row that only informs.
         peer: what it was compared with.
+        date: when it was measured (UTC, ISO 8601).
     """
 
     name: str
     measured: Measured
     goal: tuple[Rule, ...] = ()
     peer: str = ""
+    date: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -144,6 +146,7 @@ class BenchRow:
             "peer": self.peer,
             "goal": self.goal_text,
             "met": self.met,
+            "measured": self.date or None,
             "figures": self.measured.figures(),
             **self.measured.to_json(),
         }
@@ -176,7 +179,8 @@ class BenchReport:
                 columns, cells = _growth_table(row.measured.growth)
                 parts.append(f"{row.name}:\n\n{markdown_table(columns, cells)}")
         note = "Ratio: the peer's time over ours, median of pairs measured in turns; above 1, ours is faster."
-        return "\n\n".join([*parts, f"{note} {machine_line(self.environment)}"])
+        dates = [row.date for row in self.rows if row.date]
+        return "\n\n".join([*parts, f"{note} {machine_line(self.environment, dates)}"])
 
     def show(self, context: Context) -> None:
         """Print the tables."""
@@ -217,13 +221,13 @@ class Bench:
         if any(row.name == name for row in self._rows):
             raise ValueError(f"the bench has a row {name!r} already")
         rules = (goal,) if isinstance(goal, Rule) else tuple(goal)
-        with open_remembered(self._context, "bench.jsonl", ("name",), fresh=self._fresh) as store:
-            self._fresh = False
+        forget = (lambda row: row["name"] == name) if self._fresh else None
+        with open_remembered(self._context, "bench.jsonl", ("name",), forget=forget) as store:
             if store.done(name):
                 self._context.note(f"{name}: as measured before, from {store.path}; --fresh measures again")
             with self._context.progress(f"bench: {name}"):
-                kept = store.remember({"name": name}, lambda: Measured.of(measure()).to_json())
-        row = BenchRow(name, Measured.from_json(kept), rules, peer)
+                kept = store.remember({"name": name}, lambda: {**Measured.of(measure()).to_json(), "measured": now()})
+        row = BenchRow(name, Measured.from_json(kept), rules, peer, kept["measured"])
         _ = row.met  # a goal about a figure that is not there is said now, not at the end of the bench
         self._rows.append(row)
         return row

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from icml26_shared._remembered import open_remembered
+from icml26_shared._remembered import now, open_remembered
 from icml26_shared.checkpoint import JsonlStore, atomic_write_json, atomic_write_text
 from icml26_shared.claims_report import Report, Result, Verdict
 from icml26_shared.console import Bar, Context
@@ -122,6 +122,7 @@ class ClaimContext:
     """What a check works with.
 
     Attributes:
+        claim_id: id of the claim.
         seeds: the seeds of this claim.
         seed: the first of them.
         out: folder for files.
@@ -130,6 +131,7 @@ class ClaimContext:
 
     def __init__(self, context: Context, store: JsonlStore, claim: Claim) -> None:
         self._context, self._store, self._claim = context, store, claim
+        self.claim_id = claim.id
         self.seeds = tuple(range(context.seed, context.seed + claim.seeds))
         self.seed = context.seed
         self.out = context.out
@@ -192,7 +194,7 @@ def run(
         claims: what to check.
         context: of the command line; default: a silent one, writing to ``icml26-out``.
         only: ids of the claims to check; default all.
-        fresh: forget what an earlier run measured.
+        fresh: forget what an earlier run measured for these claims.
 
     Raises:
         UserError: an unknown id.
@@ -200,9 +202,14 @@ def run(
     """
     context = context or Context(quiet=True)
     chosen = _choose(claims, only)
+    ids = {claim.id for claim in chosen}
+
+    def forget(row: Mapping[str, Any]) -> bool:
+        return row["claim"] in ids
+
     verdicts = []
     with (
-        open_remembered(context, "claims.jsonl", ("claim", "key"), fresh=fresh) as store,
+        open_remembered(context, "claims.jsonl", ("claim", "key"), forget=forget if fresh else None) as store,
         context.progress("claims", len(chosen)) as bar,
     ):
         if len(store):
@@ -265,7 +272,7 @@ def _list(context: Context, claims: Sequence[Claim]) -> int:
 
 def _judge(claim: Claim, context: Context, store: JsonlStore) -> Verdict:
     ctx = ClaimContext(context, store, claim)
-    start = time.perf_counter()
+    start, seconds = time.perf_counter(), None
     try:
         missing = claim.needs(ctx) if callable(claim.needs) else claim.needs
         if missing:
@@ -274,15 +281,16 @@ def _judge(claim: Claim, context: Context, store: JsonlStore) -> Verdict:
         result = _measure(claim, ctx) if kept is None else Result.restore(kept["value"])
         holds = _holds(claim, result)
         if kept is None:
-            store.append({"claim": claim.id, "key": _RESULT, "value": result.store()})
+            kept = {"claim": claim.id, "key": _RESULT, "value": result.store(), "measured": now()}
+            store.append(kept)
+            seconds = round(time.perf_counter() - start, 3)
     except Needs as needs:
         return Verdict(claim, f"needs: {needs}")
     except Exception as error:  # noqa: BLE001 - a check that crashes must not take the others with it
         context.note(f"{claim.id} crashed:\n{traceback.format_exc()}")
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return Verdict(claim, f"error: {said}", traceback=traceback.format_exc())
-    seconds = round(time.perf_counter() - start, 3) if kept is None else None
-    return Verdict(claim, "holds" if holds else "fails", result, ctx.seeds, seconds)
+    return Verdict(claim, "holds" if holds else "fails", result, ctx.seeds, seconds, kept["measured"])
 
 
 def _measure(claim: Claim, ctx: ClaimContext) -> Result:

@@ -58,6 +58,8 @@ class Verdict:
         verdict: ``"holds"``, ``"fails"``, ``"needs: ..."`` or ``"error: ..."``.
         seeds: the seeds it was measured with.
         seconds: how long the check took; None when an earlier run had measured it.
+        measured: when it was measured (UTC, ISO 8601).
+        traceback: of a check that crashed.
     """
 
     claim: Claim
@@ -65,6 +67,7 @@ class Verdict:
     result: Result = field(default_factory=Result)
     seeds: tuple[int, ...] = ()
     seconds: float | None = None
+    measured: str | None = None
     traceback: str | None = None
 
     @property
@@ -101,6 +104,7 @@ class Verdict:
             "needs": self.verdict.partition(": ")[2] if self.kind == "needs" else None,
             "command": self.claim.command,
             "seconds": self.seconds,
+            "measured": self.measured,
             "traceback": self.traceback,
         }
 
@@ -152,4 +156,5 @@ class Report:
             rows.append([f"`{verdict.claim.id}`", statement, verdict.claim.rule_text, here, f"**{verdict.verdict}**"])
         table = markdown_table(["Claim", "Statement", "Holds if", "Measured here", "Verdict"], rows)
         note = "Figures are means with 95 % percentile bootstrap intervals; rules are about means unless they say more."
-        return f"{table}\n\n{self.summary_line}. {note} {machine_line(self.environment)}"
+        dates = [verdict.measured for verdict in self.verdicts if verdict.measured]
+        return f"{table}\n\n{self.summary_line}. {note} {machine_line(self.environment, dates)}"

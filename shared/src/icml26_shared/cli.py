@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 from icml26_shared._parser import Parser, parse
 from icml26_shared._process import (
     one_line_warnings,
+    prepare_streams,
     silence_stdout,
     stdout_for_json,
     stdout_is_gone,
@@ -154,9 +155,7 @@ class App:
 
     def main(self, argv: Sequence[str] | None = None) -> NoReturn:
         """Run and exit: for the console script."""
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")  # a terminal without Unicode shows '?', not a traceback
+        prepare_streams()
         sys.exit(self.run(argv))
 
     def run(self, argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment", "package_folder", "source_digest", "version_of"]
+__all__ = ["environment", "library_versions", "package_folder", "processor", "source_digest", "version_of"]
 
 LIBRARIES = ("icml26-shared", "numpy", "torch", "transformers", "triton", "accelerate", "safetensors")
 
@@ -34,8 +34,7 @@ def environment(distribution: str | None = None, libraries: Sequence[str] = ()) 
     """
     import psutil
 
-    names = dict.fromkeys((*LIBRARIES, *libraries))
-    versions = {name: version for name in names if (version := version_of(name)) is not None}
+    versions = library_versions(libraries)
     torch = sys.modules.get("torch")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -44,7 +43,7 @@ def environment(distribution: str | None = None, libraries: Sequence[str] = ()) 
         "commit": _commit(package_folder(distribution)) if distribution else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": _cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "torch": versions.get("torch"),
@@ -52,6 +51,12 @@ def environment(distribution: str | None = None, libraries: Sequence[str] = ()) 
         "gpus": _gpus(torch) if torch is not None else None,
         "libraries": versions,
     }
+
+
+def library_versions(further: Sequence[str] = ()) -> dict[str, str]:
+    """Versions of the common libraries and of further ones, as far as installed."""
+    names = dict.fromkeys((*LIBRARIES, *further))
+    return {name: version for name in names if (version := version_of(name)) is not None}
 
 
 def version_of(distribution: str) -> str | None:
@@ -84,7 +89,8 @@ def source_digest(distribution: str) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():

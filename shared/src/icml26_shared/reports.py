@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,22 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
-def machine_line(environment: Mapping[str, Any]) -> str:
-    """One sentence on what a table was measured with."""
+def machine_line(environment: Mapping[str, Any], dates: Iterable[str] = ()) -> str:
+    """One sentence on when and with what a table was measured.
+
+    Args:
+        environment: see :func:`icml26_shared.environment.environment`.
+        dates: when the rows were measured, ISO 8601; default: the date of the environment.
+    """
+    days = sorted({date[:10] for date in dates} or {str(environment["date"])[:10]})
+    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
     parts = [f"Python {environment['python']}"]
     if environment.get("torch"):
         parts.append(f"torch {environment['torch']}")
     parts += [f"{environment['processor']}, {environment['cores']} core(s)", *(environment.get("gpus") or [])]
     package = " ".join(str(environment[name]) for name in ("package", "version") if environment.get(name))
     commit = f" ({environment['commit']})" if environment.get("commit") else ""
-    return f"Measured on {str(environment['date'])[:10]} with {package}{commit}, {', '.join(parts)}."
+    return f"Measured {when} with {package}{commit}, {', '.join(parts)}."
 
 
 def _cell(value: Any) -> str:
