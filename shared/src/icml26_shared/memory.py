@@ -60,7 +60,7 @@ def peak_memory(fn: Callable[[], Any], *, warmup: int = 1) -> PeakMemory:
       exact to about a MiB (the kernel batches its counters; free memory inside the heap may be reused). Where there is
       no such mark, the resident memory is sampled every millisecond, which misses shorter peaks; ``method`` says so.
     * **Torch on the CPU.** Every allocation and release of torch's CPU allocator during the call, from
-      ``torch.profiler``: the highest running sum, exact to the byte, untouched pages included. Memory of other
+      torch's own profiler: the highest running sum, exact to the byte, untouched pages included. Memory of other
       libraries (numpy, oneDNN's own scratch) is not in it.
     * **Torch on the GPU**, when one is in use: ``torch.cuda.max_memory_allocated``.
 
@@ -137,8 +137,8 @@ def _sampled(fn: Callable[[], Any]) -> int:
 
 def _torch_cpu(torch: Any, fn: Callable[[], Any]) -> int:
     with _silent_profiler():
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        # torch.profiler, its wrapper, imports the whole compiler first: seconds
+        with torch.autograd.profiler.profile(profile_memory=True) as profiler:
             fn()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
