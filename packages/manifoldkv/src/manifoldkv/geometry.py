@@ -23,6 +23,10 @@ SKIPPED_TOKENS = 4  # attention sinks have norms of their own and would dominate
 _LEAST_TOKENS = 8
 
 
+class TooFewTokensError(ValueError):
+    """Fewer valid tokens than the statistics of a diagnosis need."""
+
+
 @dataclass(frozen=True)
 class DiagnoseRule:
     """Constants of the choice between ``"l2"`` and ``"cosine"``, applied in this order to the median over heads.
@@ -43,7 +47,10 @@ class DiagnoseRule:
     def choose(self, cv: float, agree: float, upper: float, lower: float) -> tuple[Literal["l2", "cosine"], str]:
         """The metric and the rule that fired, in words."""
         if cv < self.flat_cv:
-            return "l2", f"key norms are nearly constant (cv {cv:.3f} < {self.flat_cv}): the metrics rank alike, L2 is cheapest"
+            return (
+                "l2",
+                f"key norms are nearly constant (cv {cv:.3f} < {self.flat_cv}): the metrics rank alike, L2 is cheapest",
+            )
         if upper > self.tail and upper > self.tail_ratio * lower:
             return "l2", (
                 f"key norms have a heavy upper tail (upper {upper:.2f} > {self.tail} and > {self.tail_ratio} x lower "
@@ -108,7 +115,7 @@ def diagnose(
         rule: other constants than the defaults.
 
     Raises:
-        ValueError: fewer than 12 tokens, or a model whose cache holds no full-attention keys.
+        ValueError: fewer than 12 tokens (:class:`TooFewTokensError`), or a model whose cache holds no full-attention keys.
     """
     with torch.no_grad():
         output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True)
@@ -138,7 +145,8 @@ def diagnose_keys(
     tokens = _valid_tokens(layers[0], mask)
     if tokens < rule.min_tokens:
         warnings.warn(
-            f"the metric is chosen from {tokens} tokens; {rule.min_tokens} or more make the choice reliable", stacklevel=2
+            f"the metric is chosen from {tokens} tokens; {rule.min_tokens} or more make the choice reliable",
+            stacklevel=2,
         )
     return Diagnosis(_summarise(torch.cat([s for stats in rows for s in stats]), rule), geometries, tokens)
 
@@ -156,7 +164,7 @@ def _head_statistics(keys: Tensor, mask: Tensor | None) -> list[Tensor]:
         if valid.shape[1] >= SKIPPED_TOKENS + _LEAST_TOKENS:
             found.append(_row_statistics(valid[:, SKIPPED_TOKENS:].float()))
     if not found:
-        raise ValueError(
+        raise TooFewTokensError(
             f"{keys.shape[2]} tokens are too few to diagnose; give at least {SKIPPED_TOKENS + _LEAST_TOKENS} valid ones a row"
         )
     return found
@@ -186,6 +194,8 @@ def _spearman(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _summarise(heads: Float[Tensor, "heads statistics"], rule: DiagnoseRule) -> Geometry:
-    cv, agree, upper, lower, overlap = heads.quantile(0.5, dim=0).tolist()  # the mean of the middle two of an even number
+    cv, agree, upper, lower, overlap = heads.quantile(
+        0.5, dim=0
+    ).tolist()  # the mean of the middle two of an even number
     metric, reason = rule.choose(cv, agree, upper, lower)
     return Geometry(cv, agree, upper, lower, overlap, metric, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,28 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, get_layer_types_and_kwargs
 
 from manifoldkv.config import KVConfig
-from manifoldkv.geometry import Diagnosis, DiagnoseRule, diagnose_keys
+from manifoldkv.geometry import DiagnoseRule, Diagnosis, TooFewTokensError, diagnose_keys
 from manifoldkv.integrations.transformers.layer import LayerStats, ManifoldLayer
 from manifoldkv.integrations.transformers.ragged import RaggedLayer
 from manifoldkv.integrations.transformers.rotary import rotary_of
 from manifoldkv.integrations.transformers.saved import load_cache, save_cache
 
-_SLOT_BIASED = {  # attention bias is computed from the slot of a key rather than from its position: eviction would shift it
+_BY_SLOT = {  # attention depends on the slot of a key rather than on its position: eviction would shift it
     "bloom",
-    "mpt",
-    "t5",
-    "mt5",
-    "umt5",
+    "cpmant",
+    "gpt_neo",
     "longt5",
+    "mpt",
+    "mt5",
+    "pop2piano",
+    "prophetnet",
     "switch_transformers",
+    "t5",
+    "udop",
+    "umt5",
     "xlnet",
 }
+_WITHOUT_CACHE = {"reformer", "rwkv", "xlstm"}
 
 
 class UnsupportedModelError(ValueError):
@@ -50,7 +57,9 @@ class MetricChoice:
     def of_model(self, layers: list[ManifoldLayer]) -> str:
         """Choose once from the keys of all layers."""
         if self.settled is None:
-            self.diagnosis = diagnose_keys([layer.keys for layer in layers], layers[0].valid_mask(), self.rule)
+            self.diagnosis = self._diagnose(layers)
+            if self.diagnosis is None:
+                return "l2"
             if self.diagnosis.tokens < self.rule.min_tokens:
                 return self.diagnosis.metric  # too short a prompt to settle it for the next ones
             self.settled = self.diagnosis.metric
@@ -58,7 +67,19 @@ class MetricChoice:
 
     def of_layer(self, layer: ManifoldLayer) -> str:
         """Choose for one layer from its own keys."""
-        return diagnose_keys([layer.keys], layer.valid_mask(), self.rule).metric
+        found = self._diagnose([layer])
+        return "l2" if found is None else found.metric
+
+    def _diagnose(self, layers: list[ManifoldLayer]) -> Diagnosis | None:
+        """``None``, with a warning, where a prompt has fewer tokens than the statistics need."""
+        try:
+            return diagnose_keys([layer.keys for layer in layers], layers[0].valid_mask(), self.rule)
+        except TooFewTokensError as error:
+            warnings.warn(
+                f"metric='auto' can't be chosen from so short a prompt ({error}); the paper's 'l2' is used for it",
+                stacklevel=2,
+            )
+            return None
 
 
 class ManifoldCache(Cache):
@@ -93,7 +114,9 @@ class ManifoldCache(Cache):
         decoder = config.get_text_config(decoder=True)
         check_supported(decoder, cfg)
         if cfg.head_budget == "adaptive" and not per_head:
-            raise ValueError("head_budget='adaptive' needs a mask per head, which compress(model, ...) installs; use it")
+            raise ValueError(
+                "head_budget='adaptive' needs a mask per head, which compress(model, ...) installs; use it"
+            )
         kind_of_layer = RaggedLayer if cfg.head_budget == "adaptive" else ManifoldLayer
         self.cfg = cfg
         self.model_config = decoder
@@ -220,7 +243,9 @@ class ManifoldCache(Cache):
         """
         first = caches[0]
         lengths = {tuple((layer.logical, layer.stored) for layer in cache.manifold_layers) for cache in caches}
-        if len(lengths) > 1 or any(cache.padding_mask is not None or cache.cfg.head_budget == "adaptive" for cache in caches):
+        if len(lengths) > 1 or any(
+            cache.padding_mask is not None or cache.cfg.head_budget == "adaptive" for cache in caches
+        ):
             raise ValueError("only caches of equal lengths, without padding and with uniform budgets can be stacked")
         stacked = copy.copy(first)
         stacked.layers = [copy.copy(layer) for layer in first.layers]
@@ -251,6 +276,21 @@ class ManifoldCache(Cache):
         super().reset()
         self.padding_mask = None
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens from every layer, or from none.
+
+        Raises:
+            CacheTrimError: some layer has evicted tokens that the crop would bring back.
+        """
+        layers = self.manifold_layers
+        for layer in layers:
+            layer.check_crop(tokens_to_remove)
+        for layer in self.layers:  # stock layers have reasons of their own to refuse
+            if not isinstance(layer, ManifoldLayer):
+                layer.crop(tokens_to_remove)
+        for layer in layers:
+            layer.crop(tokens_to_remove)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         if self.padding_mask is not None:
@@ -270,7 +310,9 @@ class ManifoldCache(Cache):
 def check_supported(decoder: PreTrainedConfig, cfg: KVConfig) -> None:
     """Refuse a model or a budget that can't be served, by name."""
     if cfg.compression_ratio is None and cfg.budget is None:
-        raise ValueError("nothing to compress to: give compression_ratio (share removed) or budget (tokens kept per head)")
+        raise ValueError(
+            "nothing to compress to: give compression_ratio (share removed) or budget (tokens kept per head)"
+        )
     context = getattr(decoder, "max_position_embeddings", None)
     if cfg.budget is not None and isinstance(context, int) and cfg.budget > context:
         raise ValueError(
@@ -278,13 +320,22 @@ def check_supported(decoder: PreTrainedConfig, cfg: KVConfig) -> None:
             f"give a budget in [1, {context}]"
         )
     kind = decoder.model_type
-    if kind in _SLOT_BIASED or getattr(decoder, "alibi", False):
+    if kind in _BY_SLOT or getattr(decoder, "alibi", False):
         raise UnsupportedModelError(
-            f"{kind}: attention adds a bias by the slot of a key (ALiBi or relative buckets), which eviction would shift"
+            f"{kind}: attention depends on the slot of a key (ALiBi, relative buckets or a local window), which eviction "
+            "would shift"
         )
+    if kind in _WITHOUT_CACHE or getattr(decoder, "num_hidden_layers", None) is None:
+        raise UnsupportedModelError(
+            f"{kind} doesn't keep its state in a transformers Cache: there is nothing to compress"
+        )
+    if kind == "mllama_text_model":
+        raise UnsupportedModelError(f"{kind}: cross-attention shares the cache, so its layers differ in length")
     types = get_layer_types_and_kwargs(decoder)[0]
     if getattr(decoder, "kv_lora_rank", None):
-        raise NotImplementedError(f"{kind}, layer 0: latent (MLA) caches aren't supported; eviction needs per-head keys")
+        raise NotImplementedError(
+            f"{kind}, layer 0: latent (MLA) caches aren't supported; eviction needs per-head keys"
+        )
     for index, name in enumerate(types):
         if name not in DYNAMIC_LAYER_TYPE_MAPPING:
             raise UnsupportedModelError(f"{kind}, layer {index}: cache type {name!r} isn't supported")

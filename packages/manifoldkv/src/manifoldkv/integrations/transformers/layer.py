@@ -66,7 +66,9 @@ class ManifoldLayer(DynamicLayer):
         self.logical = 0
         self.evictions = 0
         self.metric_used: str = self.cfg.metric
-        self.positions: Int64[Tensor, "batch heads stored"] | None = None  # of stored tokens; None until the first eviction
+        self.positions: Int64[Tensor, "batch heads stored"] | None = (
+            None  # of stored tokens; None until the first eviction
+        )
         self.pads: Int64[Tensor, " batch"] | None = None  # stored padding slots at the front of each row
         self.padded: Int64[Tensor, " batch"] | None = None  # padding slots seen, stored or not
         self.waiting: int | None = None  # tokens to keep, where the cache evicts all layers at the end of the step
@@ -166,13 +168,19 @@ class ManifoldLayer(DynamicLayer):
 
     def _choose(self, scores: Tensor, n: int, cfg: KVConfig) -> Int64[Tensor, "batch heads kept"]:
         if cfg.allocation != "per_window":
+            mask = self.valid_mask()
+            if mask is not None:  # a faulty key scores -inf as padding does, but only padding may stay in front
+                scores = scores.clamp(min=torch.finfo(scores.dtype).min).masked_fill(~mask[:, None], -torch.inf)
             return select(scores, n)
         if self.pads is None or not bool(self.pads.any()):
             return select_per_window(scores, n, tumbling_bounds(scores.shape[-1], cfg.window))
         rows = []
         for row, pads in enumerate(self.pads.tolist()):  # windows start at the first valid token of a row
             valid = scores.shape[-1] - pads
-            own = select_per_window(scores[row : row + 1, :, pads:], min(n, valid), tumbling_bounds(valid, cfg.window)) + pads
+            own = (
+                select_per_window(scores[row : row + 1, :, pads:], min(n, valid), tumbling_bounds(valid, cfg.window))
+                + pads
+            )
             front = torch.arange(n - own.shape[-1], device=own.device).expand(1, own.shape[1], -1)
             rows.append(torch.cat((front, own), dim=-1))
         return torch.cat(rows)
@@ -221,21 +229,29 @@ class ManifoldLayer(DynamicLayer):
         Raises:
             CacheTrimError: the crop reaches tokens some head has evicted.
         """
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(self.logical - tokens_to_remove, 0)
+        remove = self.check_crop(tokens_to_remove)
         if remove == 0:
             return
-        if remove > self.logical:
-            raise CacheTrimError(f"layer {self.index}: can't remove {remove} of {self.logical} tokens")
-        if self.positions is not None:
-            last = self.logical - remove - (0 if self.padded is None else self.padded[:, None, None])
-            if remove > self.stored or not bool(((self.positions >= last).sum(-1) == remove).all()):
-                raise CacheTrimError(
-                    f"layer {self.index}: removing {remove} tokens reaches evicted ones; at most the last {self._intact()} "
-                    "are still whole (n_recent protects more)"
-                )
-            self.positions = self.positions[..., :-remove]
         self.keys, self.values = self.keys[..., :-remove, :], self.values[..., :-remove, :]
         self.logical -= remove
+        if self.positions is not None:
+            self.positions = self.positions[..., :-remove]
+        if self.pads is not None:
+            self.pads = self.pads.clamp(max=self.keys.shape[-2])
+        if self.padded is not None:
+            self.padded = self.padded.clamp(max=self.logical)
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """The number of tokens that :meth:`crop` will remove; changes nothing. Raises what ``crop`` raises."""
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(self.logical - tokens_to_remove, 0)
+        if remove > self.logical:
+            raise CacheTrimError(f"layer {self.index}: can't remove {remove} of {self.logical} tokens")
+        if remove > self._intact():
+            raise CacheTrimError(
+                f"layer {self.index}: removing {remove} tokens reaches evicted ones; at most the last {self._intact()} "
+                "are still whole (n_recent protects more)"
+            )
+        return remove
 
     def _intact(self) -> int:
         """How many of the last tokens every head still stores."""
@@ -243,7 +259,11 @@ class ManifoldLayer(DynamicLayer):
             return self.stored
         pads = 0 if self.padded is None else self.padded[:, None, None]
         expected = torch.arange(self.logical - self.stored, self.logical, device=self.keys.device) - pads
-        gone = (self.positions != expected).flip(-1).int()
+        gone = self.positions != expected
+        mask = self.valid_mask()
+        if mask is not None:
+            gone &= mask[:, None]  # a row with padding left has lost no token
+        gone = gone.flip(-1).int()
         return int(torch.where(gone.any(-1), gone.argmax(-1), self.stored).min())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -273,6 +293,10 @@ class ManifoldLayer(DynamicLayer):
     def stats(self) -> LayerStats:
         """Lengths, bytes, evictions and the metric last used."""
         stored = self.stored
-        per_token = 0 if stored == 0 else (self.keys[:, :, 0].numel() + self.values[:, :, 0].numel()) * self.keys.element_size()
+        per_token = (
+            0 if stored == 0 else (self.keys[:, :, 0].numel() + self.values[:, :, 0].numel()) * self.keys.element_size()
+        )
         metric = self.metric_used
-        return LayerStats(self.index, self.logical, stored, stored * per_token, self.logical * per_token, self.evictions, metric)
+        return LayerStats(
+            self.index, self.logical, stored, stored * per_token, self.logical * per_token, self.evictions, metric
+        )
