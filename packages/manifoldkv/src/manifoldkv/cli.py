@@ -17,7 +17,32 @@ app = App(
     distribution="manifoldkv",
     summary="Training-free KV-cache compression by distance to the key centroid (arXiv 2602.08343).",
 )
-app.standard(demo="manifoldkv.demo:run", demo_arguments="manifoldkv.demo:arguments")
+app.standard(
+    demo="manifoldkv.demo:run",
+    demo_arguments="manifoldkv.demo:arguments",
+    claims="manifoldkv.claims:CLAIMS",
+    bench="manifoldkv.bench:run",
+    bench_arguments="manifoldkv.bench:arguments",
+)
+_EVAL = "manifoldkv.cli_eval"
+app.command(
+    "ruler generate",
+    f"{_EVAL}:ruler_generate",
+    help="write samples of a RULER-style long-context task",
+    arguments=f"{_EVAL}:ruler_arguments",
+)
+app.command(
+    "eval",
+    f"{_EVAL}:evaluate",
+    help="accuracy on RULER-style samples under several settings",
+    arguments=f"{_EVAL}:eval_arguments",
+)
+app.command(
+    "longbench",
+    f"{_EVAL}:longbench",
+    help="LongBench scores under several settings",
+    arguments=f"{_EVAL}:longbench_arguments",
+)
 
 
 def main() -> None:
@@ -30,15 +55,21 @@ def _compression_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--ratio", type=float, help="share of the tokens removed, in [0, 1)")
     parser.add_argument("--budget", type=int, help="tokens kept per head, instead of --ratio")
-    parser.add_argument("--metric", default="auto", help="auto, l2, cosine, cosine_mean, knorm, decomposed, random, streaming")
-    parser.add_argument("--window", type=int, help="tokens per window for local centroids (default: one global centroid)")
+    parser.add_argument(
+        "--metric", default="auto", help="auto, l2, cosine, cosine_mean, knorm, decomposed, random, streaming"
+    )
+    parser.add_argument(
+        "--window", type=int, help="tokens per window for local centroids (default: one global centroid)"
+    )
     parser.add_argument("--phase", default="prefill", help="prefill, chunked, decode or both")
     parser.add_argument("--n-sink", type=int, default=KVConfig.n_sink, help="first tokens always kept")
     parser.add_argument("--n-recent", type=int, default=KVConfig.n_recent, help="last tokens always kept")
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16"
+    )
 
 
 def _read(path: str) -> str:
@@ -55,6 +86,13 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2 or a local Hugging Face folder")
     parser.add_argument("--prompt", required=True, help="text file with the prompt")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate (default 128)")
+    parser.add_argument(
+        "--explain",
+        nargs=2,
+        type=int,
+        metavar=("LAYER", "HEAD"),
+        help="show what this head kept of the prompt, and why",
+    )
     _model_arguments(parser)
     _compression_arguments(parser)
 
@@ -78,18 +116,19 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     if args.new_tokens < 1:
         raise UserError(f"--new-tokens {args.new_tokens} must be 1 or more")
     from icml26_shared import models
-
     from manifoldkv import compress
 
     model, tokenizer = models.load(args.model, dtype=args.dtype)
     inputs = tokenizer(text, return_tensors="pt")
-    with compress(model, cfg) as kv:
+    with compress(model, cfg, trace=args.explain is not None) as kv:
         out = model.generate(
             **inputs, max_new_tokens=args.new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
         )
     answer = tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     stats = kv.stats()
     stored, dense = sum(s.stored_bytes for s in stats), sum(s.dense_bytes for s in stats)
+    if args.explain is not None:
+        ctx.say(f"{kv.explain(*args.explain, tokenizer)}\n")
     ctx.say(answer)
     ctx.note(
         f"{stats[0].metric}: {stats[0].stored_length} of {stats[0].logical_length} tokens stored per head, "
@@ -100,7 +139,9 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
 
 def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="smollm2 or a local Hugging Face folder")
-    parser.add_argument("--text", help="text file to calibrate on, like what the model will see (default: a built-in noise text)")
+    parser.add_argument(
+        "--text", help="text file to calibrate on, like what the model will see (default: a built-in noise text)"
+    )
     parser.add_argument("--tokens", type=int, default=1024, help="calibration tokens at most (default 1024)")
     _model_arguments(parser)
 
@@ -112,7 +153,6 @@ def diagnose(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--tokens {args.tokens} is too few to diagnose; give 256 or more")
     text = _read(args.text) if args.text else _NOISE * (args.tokens // 20 + 1)
     from icml26_shared import models
-
     from manifoldkv.geometry import diagnose as run
 
     model, tokenizer = models.load(args.model, dtype=args.dtype)
@@ -120,7 +160,9 @@ def diagnose(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     found = run(model, ids)
     columns = ["layer", "cv", "agree", "upper", "lower", "top-50 % overlap", "metric"]
     rows = [[index, *_numbers(layer)] for index, layer in enumerate(found.layers)]
-    ctx.table(f"Key geometry of {args.model} over {found.tokens} tokens", columns, [*rows, ["model", *_numbers(found.model)]])
+    ctx.table(
+        f"Key geometry of {args.model} over {found.tokens} tokens", columns, [*rows, ["model", *_numbers(found.model)]]
+    )
     ctx.say(f"metric: {found.metric}, because {found.model.reason}")
     return found.to_dict()
 

@@ -104,7 +104,9 @@ class KVConfig:
         if not isinstance(self.per_layer, bool):
             raise TypeError(f"per_layer={self.per_layer!r} must be True or False, not {type(self.per_layer).__name__}")
         if self.allocation == "per_window" and (self.window is None or self.kind != "tumbling"):
-            raise ValueError("allocation='per_window' needs tumbling windows: give window=N (tokens) and kind='tumbling'")
+            raise ValueError(
+                "allocation='per_window' needs tumbling windows: give window=N (tokens) and kind='tumbling'"
+            )
         if self.allocation == "per_window" and self.head_budget == "adaptive":
             raise ValueError("allocation='per_window' and head_budget='adaptive' both divide the budget; choose one")
 

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from icml26_shared.checkpoint import JsonlStore
 from icml26_shared.errors import UserError
-
 from manifoldkv import __version__
-from manifoldkv.baselines import keydiff, key_norm, random_selection, streaming_llm
+from manifoldkv.baselines import key_norm, keydiff, random_selection, streaming_llm
 from manifoldkv.config import KVConfig
 
 if TYPE_CHECKING:
     from icml26_shared.console import Context
-
     from manifoldkv.eval import Setting
 
 TASKS = {"niah_single_1": "one key", "niah_3key": "three keys"}
@@ -93,7 +91,6 @@ def _results(ctx: Context, args: argparse.Namespace) -> tuple[list[dict[str, Any
     ):
         from icml26_shared import models
         from icml26_shared.evaluation import ruler
-
         from manifoldkv.eval import run_eval
 
         model, tokenizer = models.load(args.model, dtype=args.dtype)
@@ -162,6 +159,7 @@ def conclude(accuracy: Mapping[tuple[str, str, float], float]) -> str:
 def draw(accuracy: Mapping[tuple[str, str, float], float], path: Path, title: str) -> None:
     """Accuracy against the share of the cache kept, one panel a task, as PNG and SVG."""
     import matplotlib.pyplot as plt
+
     from icml26_shared import plots
 
     with plots.style():

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from icml26_shared.checkpoint import JsonlStore
-from icml26_shared.evaluation import longbench, ruler
 from torch import Tensor
 from transformers import DynamicCache
 
+from icml26_shared.checkpoint import JsonlStore
+from icml26_shared.evaluation import longbench, ruler
 from manifoldkv.baselines import SNAPKV_WINDOW, snapkv_scores
 from manifoldkv.config import KVConfig
 from manifoldkv.integrations.transformers import ManifoldCache, MetricChoice, compress
@@ -23,7 +24,7 @@ from manifoldkv.selection import select
 
 Protocol = Literal["query-agnostic", "query-aware"]
 
-__all__ = ["SnapKV", "answer", "longbench", "ruler", "run_eval"]
+__all__ = ["Prompt", "SnapKV", "answer", "longbench", "ruler", "run_eval", "run_longbench"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,19 @@ class SnapKV:
 Setting = KVConfig | SnapKV | None  # None: the full cache
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: a context, a question after it, and when to stop.
+
+    ``satisfied(text)`` says that more text can't change the score any more.
+    """
+
+    context: str
+    question: str
+    max_new_tokens: int
+    satisfied: Callable[[str], bool] = field(default=lambda text: False)
+
+
 def run_eval(
     model: Any,
     tokenizer: Any,
@@ -47,11 +61,11 @@ def run_eval(
     max_new_tokens: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Score every sample under every setting.
+    """Score every sample of RULER-style tasks under every setting.
 
     Args:
         model, tokenizer: a transformers causal language model.
-        samples: of one or several RULER-style tasks.
+        samples: of one or several tasks.
         settings: by name: a :class:`KVConfig`, a :class:`SnapKV`, or ``None`` for the full cache.
         protocol: whether the question is known when the context is compressed.
         store: results on disk with the key ``(task, index, config)``; finished ones are not computed again.
@@ -59,71 +73,108 @@ def run_eval(
         advance: called with the number of (sample, setting) pairs that got done.
 
     Returns:
-        One row a pair: task, index, config, length, score in [0, 1], output, kept and total tokens.
+        One row a pair: task, index, config, length, score in [0, 1], output, kept and total tokens of the context.
     """
+
+    def prompt(sample: ruler.Sample) -> Prompt:
+        limit = min(sample.max_new_tokens, max_new_tokens or sample.max_new_tokens)
+        found = partial(_all_found, references=sample.outputs)
+        return Prompt(sample.context, sample.question + sample.answer_prefix, limit, found)
+
+    items = [
+        _Item(sample.task, sample.index, sample.length, prompt(sample), partial(_match, references=sample.outputs))
+        for sample in samples
+    ]
+    return _run(model, tokenizer, items, settings, protocol, store, advance)
+
+
+def run_longbench(
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[longbench.Example],
+    settings: Mapping[str, Setting],
+    protocol: Protocol = "query-agnostic",
+    store: JsonlStore | None = None,
+    max_length: int = 7500,
+    max_new_tokens: int | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Score LongBench examples under every setting, each by its data set's own metric; arguments as :func:`run_eval`.
+
+    Args:
+        max_length: contexts longer than this many tokens lose their middle.
+    """
+    items = []
+    for index, example in enumerate(examples):
+        dataset = longbench.DATASETS[example.dataset]
+        context = longbench.middle_truncate(tokenizer, example.context, max_length)
+        limit = min(dataset.max_new_tokens, max_new_tokens or dataset.max_new_tokens)
+        prompt = Prompt(f"{dataset.instruction}\n\n{context}", f"\n\n{example.input}\n", limit)
+        items.append(_Item(example.dataset, index, example.length, prompt, partial(longbench.score, example=example)))
+    return _run(model, tokenizer, items, settings, protocol, store, advance)
+
+
+@dataclass(frozen=True)
+class _Item:
+    task: str
+    index: int
+    length: int
+    prompt: Prompt
+    score: Callable[[str], float]
+
+
+def _match(text: str, references: Sequence[str]) -> float:
+    return ruler.string_match_all(text, references)
+
+
+def _all_found(text: str, references: Sequence[str]) -> bool:
+    return ruler.string_match_all(text, references) == 1
+
+
+def _run(
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[_Item],
+    settings: Mapping[str, Setting],
+    protocol: Protocol,
+    store: JsonlStore | None,
+    advance: Callable[[int], None] | None,
+) -> list[dict[str, Any]]:
     if protocol not in get_args(Protocol):
         raise ValueError(f"protocol={protocol!r} is not one of {', '.join(get_args(Protocol))}")
     choices: dict[str, MetricChoice] = {}  # metric="auto" settles once per setting, as in one with-block
     rows = []
-    for sample in samples:
-        keys = {name: (sample.task, sample.index, name) for name in settings}
-        todo = {name: settings[name] for name in settings if store is None or not store.done(keys[name])}
-        fresh = _rows(model, tokenizer, sample, todo, protocol, max_new_tokens, choices) if todo else []
-        for row in fresh:
+    for item in items:
+        known = {} if store is None else {name: store.get((item.task, item.index, name)) for name in settings}
+        todo = {name: setting for name, setting in settings.items() if known.get(name) is None}
+        answers = answer(model, tokenizer, item.prompt, todo, protocol, choices) if todo else {}
+        for name, (text, kept, total) in answers.items():
+            row = {"task": item.task, "index": item.index, "config": name, "length": item.length}
+            row |= {"score": item.score(text), "output": text, "kept": kept, "total": total}
+            known[name] = row
             if store is not None:
                 store.append(row)
-        found = {row["config"]: row for row in fresh}
-        for name in settings:
-            row = found.get(name) or (store.get(keys[name]) if store is not None else None)
-            if row is not None:
-                rows.append(row)
+        rows += [row for name in settings if (row := known[name]) is not None]
         if advance is not None:
             advance(len(settings))
     return rows
-
-
-def _rows(
-    model: Any,
-    tokenizer: Any,
-    sample: ruler.Sample,
-    settings: Mapping[str, Setting],
-    protocol: Protocol,
-    max_new_tokens: int | None,
-    choices: dict[str, MetricChoice],
-) -> list[dict[str, Any]]:
-    limit = min(sample.max_new_tokens, max_new_tokens or sample.max_new_tokens)
-    answers = answer(model, tokenizer, sample, settings, protocol, limit, choices)
-    return [
-        {
-            "task": sample.task,
-            "index": sample.index,
-            "config": name,
-            "length": sample.length,
-            "score": ruler.string_match_all(text, sample.outputs),
-            "output": text,
-            "kept": kept,
-            "total": total,
-        }
-        for name, (text, kept, total) in answers.items()
-    ]
 
 
 @torch.inference_mode()
 def answer(
     model: Any,
     tokenizer: Any,
-    sample: ruler.Sample,
+    prompt: Prompt,
     settings: Mapping[str, Setting],
     protocol: Protocol = "query-agnostic",
-    max_new_tokens: int = 128,
     choices: dict[str, MetricChoice] | None = None,
 ) -> dict[str, tuple[str, int, int]]:
-    """Greedy continuations of one sample under each setting: ``{name: (text, kept tokens, context tokens)}``.
+    """Greedy continuations of one prompt under each setting: ``{name: (text, kept tokens, context tokens)}``.
 
     The context is prefilled once; settings that keep the same number of tokens are decoded together as one batch. Decoding
-    stops at the end-of-sequence token, or as soon as all references were said (more text can't change the score).
+    stops at the end-of-sequence token, or as soon as the prompt is satisfied.
     """
-    context, rest = sample.context, sample.question + sample.answer_prefix
+    context, rest = prompt.context, prompt.question
     if protocol == "query-aware":
         context, rest = context + rest, ""
     first = tokenizer(context, return_tensors="pt").input_ids.to(model.device)
@@ -133,7 +184,7 @@ def answer(
     results: dict[str, tuple[str, int, int]] = {}
     for name, setting in settings.items():
         if isinstance(setting, KVConfig) and setting.head_budget == "adaptive":
-            results[name] = _answer_per_head(model, tokenizer, first, question, setting, sample, max_new_tokens)
+            results[name] = _answer_per_head(model, tokenizer, first, question, setting, prompt)
             continue
         cache = _compressed(model, dense, setting, queries, (choices or {}).get(name))
         if choices is not None and name not in choices:
@@ -142,12 +193,14 @@ def answer(
         groups.setdefault((cache.manifold_layers[0].stored, alone), []).append((name, cache))
     for (kept, _), members in groups.items():
         cache = ManifoldCache.stack([member for _, member in members])
-        texts = _decode(model, tokenizer, cache, question, last, sample, max_new_tokens, len(members))
+        texts = _decode(model, tokenizer, cache, question, last, prompt, len(members))
         results |= {name: (text, kept, first.shape[1]) for (name, _), text in zip(members, texts, strict=True)}
     return {name: results[name] for name in settings}
 
 
-def _prefill(model: Any, ids: Tensor, settings: Mapping[str, Setting]) -> tuple[DynamicCache, Tensor, dict[int, Tensor]]:
+def _prefill(
+    model: Any, ids: Tensor, settings: Mapping[str, Setting]
+) -> tuple[DynamicCache, Tensor, dict[int, Tensor]]:
     dense = DynamicCache(config=model.config)
     snap = [setting.window for setting in settings.values() if isinstance(setting, SnapKV)]
     if not snap:
@@ -169,7 +222,9 @@ def _compressed(
             return select(snapkv_scores(keys, queries[index][:, :, -window:]), cfg.keep_count(length))
 
         return ManifoldCache.from_dense(dense, model.config, cfg, choose=choose, label="snapkv")
-    return ManifoldCache.from_dense(dense, model.config, setting or KVConfig(metric="l2", compression_ratio=0.0), choice=choice)
+    return ManifoldCache.from_dense(
+        dense, model.config, setting or KVConfig(metric="l2", compression_ratio=0.0), choice=choice
+    )
 
 
 def _decode(
@@ -178,8 +233,7 @@ def _decode(
     cache: ManifoldCache,
     question: Tensor,
     last: Tensor,
-    sample: ruler.Sample,
-    max_new_tokens: int,
+    prompt: Prompt,
     rows: int,
 ) -> list[str]:
     if question.shape[1]:
@@ -198,14 +252,14 @@ def _decode(
                 continue
             tokens[row].append(value)
             texts[row] = tokenizer.decode(tokens[row], skip_special_tokens=True)
-            done[row] = len(tokens[row]) >= max_new_tokens or ruler.string_match_all(texts[row], sample.outputs) == 1
+            done[row] = len(tokens[row]) >= prompt.max_new_tokens or prompt.satisfied(texts[row])
         if all(done):
             return texts
         token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
 
 
 def _answer_per_head(
-    model: Any, tokenizer: Any, first: Tensor, question: Tensor, cfg: KVConfig, sample: ruler.Sample, max_new_tokens: int
+    model: Any, tokenizer: Any, first: Tensor, question: Tensor, cfg: KVConfig, prompt: Prompt
 ) -> tuple[str, int, int]:
     """Budgets per head need the attention that ``compress`` installs, so this setting runs by itself."""
     with compress(model, cfg) as kv:
@@ -213,7 +267,7 @@ def _answer_per_head(
         if kv.cache is None:
             raise RuntimeError("the prompt ran without a cache; is use_cache off in the model's config?")
         kept = kv.cache.manifold_layers[0].fill()
-        (text,) = _decode(model, tokenizer, kv.cache, question, last, sample, max_new_tokens, 1)
+        (text,) = _decode(model, tokenizer, kv.cache, question, last, prompt, 1)
     return text, kept, first.shape[1]
 
 

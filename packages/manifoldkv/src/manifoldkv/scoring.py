@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -100,7 +101,9 @@ def _check(keys: Tensor, cfg: KVConfig) -> None:
         got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__
         raise ValueError(f"keys must be a tensor of shape [batch, heads, tokens, dim], not {got}")
     if keys.dtype not in _FLOATS:
-        raise TypeError(f"keys of dtype {keys.dtype} can't be scored; dequantise to one of {', '.join(map(str, _FLOATS))}")
+        raise TypeError(
+            f"keys of dtype {keys.dtype} can't be scored; dequantise to one of {', '.join(map(str, _FLOATS))}"
+        )
 
 
 def _unrotated(keys: Tensor, mask: Tensor | None, positions: Tensor | None, rotary: Rotary | None) -> Tensor:
@@ -119,7 +122,12 @@ def _rank(mask: Tensor | None, keys: Tensor) -> Int64[Tensor, "rows tokens"]:
 
 
 def _protected(
-    mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int, int], sinks: int, recent: int, device: torch.device
+    mask: Tensor | None,
+    positions: Tensor | None,
+    shape: tuple[int, int, int],
+    sinks: int,
+    recent: int,
+    device: torch.device,
 ) -> Bool[Tensor, "batch heads tokens"] | None:
     """True at the sinks and the recent tokens; ``None`` where nothing is protected."""
     if sinks == recent == 0:
@@ -154,7 +162,11 @@ def _raw_scores(
     if cfg.metric == "knorm":
         return -kernels.key_norms(keys)
     if counted is not None and counted.ndim == 3:  # a mask per head: heads become rows
-        rows = (keys.flatten(0, 1)[:, None], None if mask is None else mask.repeat_interleave(heads, 0), counted.flatten(0, 1))
+        rows = (
+            keys.flatten(0, 1)[:, None],
+            None if mask is None else mask.repeat_interleave(heads, 0),
+            counted.flatten(0, 1),
+        )
         return _centroid_scores(*rows, cfg).view(batch, heads, length)
     return _centroid_scores(keys, mask, counted, cfg)
 
@@ -193,7 +205,7 @@ def _metric_scores(keys: Tensor, cfg: KVConfig, bounds: list[int], counted: Tens
         return kernels.cosine_scores(keys, centroid, bounds=bounds)
     radius = kernels.key_norms(keys)
     scores = torch.empty_like(radius)
-    for j, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for j, (start, stop) in enumerate(itertools.pairwise(bounds)):
         own = None if counted is None else counted[:, start:stop]
         scores[..., start:stop] = _decomposed(
             keys[:, :, start:stop], radius[..., start:stop], centroid[:, :, j : j + 1], own, cfg
@@ -211,7 +223,9 @@ def _decomposed(
     m = centroid.norm(dim=-1)
     weights = torch.ones_like(radius) if counted is None else counted[:, None].to(radius)
     weights = weights * radius.isfinite()
-    mean = radius.where(radius.isfinite(), 0).mul(weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp(min=1)
+    mean = radius.where(radius.isfinite(), 0).mul(weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp(
+        min=1
+    )
     rho0 = m if cfg.rho0 == "centroid" else mean
     rho_x = radius if cfg.rho_x == "self" else mean
     direction = torch.nn.functional.normalize(centroid, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -71,8 +72,10 @@ def select_per_window(
     length = scores.shape[-1]
     if n >= length:
         return select(scores, n)
-    pieces = list(zip(bounds[:-1], bounds[1:], strict=True))
-    protected = [int((scores[0, 0, a:b] == torch.inf).sum()) for a, b in pieces] if scores.numel() else [0] * len(pieces)
+    pieces = list(itertools.pairwise(bounds))
+    protected = (
+        [int((scores[0, 0, a:b] == torch.inf).sum()) for a, b in pieces] if scores.numel() else [0] * len(pieces)
+    )
     quotas = window_quotas(n, [b - a for a, b in pieces], protected)
     kept = [select(scores[..., a:b], quota) + a for (a, b), quota in zip(pieces, quotas, strict=True)]
     return torch.cat(kept, dim=-1)

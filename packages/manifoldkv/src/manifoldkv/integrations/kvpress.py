@@ -20,7 +20,6 @@ from manifoldkv.config import KVConfig
 from manifoldkv.scoring import score_keys
 from manifoldkv.selection import select, take
 
-
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn")  # an attention layer has one of them
 
 
@@ -34,12 +33,24 @@ class Press(ABC):
 
     @abstractmethod
     def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor | None, kwargs: dict
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict,
     ) -> Tensor:
         """Scores ``[B, H, T]`` of the cached keys ``[B, H, T, D]``, higher is kept."""
 
     def compress(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor | None, kwargs: dict
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict,
     ) -> tuple[Tensor, Tensor]:
         """The kept keys and values, in their original order."""
         kept = KVConfig(compression_ratio=self.compression_ratio).keep_count(keys.shape[2])
@@ -75,10 +86,13 @@ class LocalPress(Press):
         hooks = [
             module.register_forward_hook(self.forward_hook, with_kwargs=True)
             for module in model.modules()
-            if getattr(module, "layer_idx", None) is not None and any(hasattr(module, name) for name in _KEY_PROJECTIONS)
+            if getattr(module, "layer_idx", None) is not None
+            and any(hasattr(module, name) for name in _KEY_PROJECTIONS)
         ]
         if not hooks:
-            raise ValueError(f"{type(model).__name__} has no attention layers that a press knows; use manifoldkv.compress instead")
+            raise ValueError(
+                f"{type(model).__name__} has no attention layers that a press knows; use manifoldkv.compress instead"
+            )
         try:
             yield
         finally:
@@ -134,7 +148,13 @@ class ManifoldKVPress(_Base):
         )
 
     def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor | None, kwargs: dict
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict,
     ) -> Tensor:
         """Scores ``[B, H, T]`` of the cached keys."""
         return score_keys(keys, self._config(), layer=int(getattr(module, "layer_idx", 0) or 0))

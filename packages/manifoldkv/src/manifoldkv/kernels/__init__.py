@@ -4,7 +4,6 @@ A file an operation; `layout` holds what they share. The public functions pick t
 """
 
 from icml26_shared.kernels import KernelSpec
-
 from manifoldkv.kernels.gather import gather_kv, gather_kv_paged
 from manifoldkv.kernels.key_stats import KeyStats, centroids, key_stats
 from manifoldkv.kernels.scores import cosine_scores, key_norms, l2_scores

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from icml26_shared.kernels import KernelSpec
+from collections.abc import Mapping
+from typing import Any
 
+from icml26_shared.kernels import KernelSpec
 from manifoldkv.kernels import layout
 from manifoldkv.kernels.gather import gather_constants, gather_kernel
 from manifoldkv.kernels.key_stats import key_stats_kernel, stats_constants
@@ -26,10 +28,12 @@ def specs() -> list[KernelSpec]:
     return made
 
 
-def _spec(name: str, fn: object, pointers: dict[str, str], constants: dict[str, object], aligned: list[str]) -> KernelSpec:
-    """Arguments that are neither pointers nor constants are 32-bit integers; the innermost stride is 1, as at launch."""
-    constants = {**constants, **{n: 1 for n in fn.arg_names if n.endswith("stride_d")}}  # type: ignore[attr-defined]
-    signature = {n: pointers.get(n, "i32") for n in fn.arg_names if n not in constants}  # type: ignore[attr-defined]
+def _spec(
+    name: str, fn: Any, pointers: dict[str, str], constants: Mapping[str, int | float | bool | str], aligned: list[str]
+) -> KernelSpec:
+    """Arguments that are neither pointers nor constants are 32-bit integers; the innermost stride is 1, as usual."""
+    constants = {**constants, **{n: 1 for n in fn.arg_names if n.endswith("stride_d")}}
+    signature = {n: pointers.get(n, "i32") for n in fn.arg_names if n not in constants}
     divisible = tuple(n for n in signature if n in pointers or n in aligned)
     return KernelSpec(name, fn, signature, constants, layout.NUM_WARPS, divisible_by_16=divisible)
 

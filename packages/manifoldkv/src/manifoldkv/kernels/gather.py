@@ -1,16 +1,18 @@
 """Compaction of a key-value cache: the kept tokens move to the front, in their order.
 
-``out[b, h, j] = in[b, h, index[b, h, j]]`` for keys and values. With ascending indices ``index_j >= j``, so compaction works
-in place: when position ``j`` is written, whatever it held is either evicted or already moved.
+``out[b, h, j] = in[b, h, index[b, h, j]]`` for keys and values. With ascending indices ``index_j >= j``, so compaction
+works in place: when position ``j`` is written, whatever it held is either evicted or already moved.
 """
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
-from icml26_shared.kernels import Path, choose_path, jit, triton_language
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from icml26_shared.kernels import Path, choose_path, jit, triton_language
 from manifoldkv.kernels import layout
 
 tl = triton_language()
@@ -30,7 +32,7 @@ def gather_kv(
     check: bool = True,
     prefer: Path | None = None,
 ) -> tuple[Float[Tensor, "batch heads kept dim"], Float[Tensor, "batch heads kept value_dim"]]:
-    """Keep the tokens ``indices`` of keys and values; moves ``2 n (D + D_v)`` numbers per head. No gradient is recorded.
+    """Keep the tokens ``indices`` of keys and values; moves ``n (D + D_v)`` numbers per head. No gradient is recorded.
 
     Args:
         keys, values: ``[B, H, T, D]`` and ``[B, H, T, D_v]``, any dtype, any strides.
@@ -44,15 +46,17 @@ def gather_kv(
         keys ``[B, H, n, D]`` and values ``[B, H, n, D_v]``.
 
     Raises:
-        ValueError: shapes that do not fit together, indices out of range or not ascending, or ``in_place`` on an expanded
-            tensor, whose heads or tokens share memory.
+        ValueError: shapes that do not fit together, indices out of range or not ascending, or ``in_place`` on an
+            expanded tensor, whose entries share memory.
     """
     path = choose_path(keys, values, indices, prefer=prefer)
     _check(keys, values, indices, check)
     if in_place:
         for name, tensor in (("keys", keys), ("values", values)):
             if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-                raise ValueError(f"{name} are an expanded view whose entries share memory; use in_place=False or .clone()")
+                raise ValueError(
+                    f"{name} are an expanded view whose entries share memory; use in_place=False or .clone()"
+                )
     move = {"triton": _move_triton, "cpu": _move_cpu, "torch": _move_torch}[path]
     kept = indices.shape[2]
     made = []
@@ -93,10 +97,10 @@ def _move_torch(source: Tensor, target: Tensor, indices: Tensor, in_place: bool)
 def _move_cpu(source: Tensor, target: Tensor, indices: Tensor, in_place: bool) -> None:
     """Whole rows are copied, a stretch of tokens at a time.
 
-    In place this is safe: a stretch ``[j0, j1)`` reads positions from ``j0`` on and is read in full before it is written,
-    and later stretches read from ``j1`` on.
+    In place this is safe: a stretch ``[j0, j1)`` reads positions from ``j0`` on and is read in full before it is
+    written, and later stretches read from ``j1`` on.
     """
-    batch, heads, length, dim = source.shape
+    batch, heads, _, dim = source.shape
     kept = indices.shape[2]
     step = max(_MOVE_BYTES // max(dim * source.element_size(), 1), 1)
     for row in range(batch):
@@ -123,14 +127,15 @@ def gather_kv_paged(
 ) -> None:
     """Compact rows of a paged cache in place: token ``indices[r, h, j]`` of row ``r`` moves to its token ``start + j``.
 
-    Token ``t`` of row ``r`` lies in block ``block_table[r, t // block_size]`` at ``t % block_size``. Only blocks that one row
-    owns alone may be compacted: two rows that share a block would overwrite each other.
+    Token ``t`` of row ``r`` lies in block ``block_table[r, t // block_size]`` at ``t % block_size``. Only blocks of
+    one row alone may be compacted: two rows that share a block would overwrite each other. No gradient is recorded.
 
     Args:
-        key_cache, value_cache: ``[blocks, block_size, H, D]``, any dtype, any strides (give another order as a permuted view).
+        key_cache, value_cache: ``[blocks, block_size, H, D]``, any dtype, any strides (another order of
+            dimensions is given as a permuted view).
         block_table: int32 or int64 ``[R, M]``.
         indices: int64 ``[R, H, n]``, ascending in each head; ``index_j >= start + j``.
-        lengths: int32 or int64 ``[R]``: how many of a row's ``n`` indices count; default all. What lies behind is not read.
+        lengths: int32 or int64 ``[R]``: how many of a row's ``n`` indices count; default all. Others are not read.
         start: first token that is written, such as the number of sinks kept in place.
         check: look at indices and lengths first; on a GPU this waits for it. Unchecked wrong ones corrupt memory.
         prefer: ``"triton"``, ``"cpu"`` or ``"torch"``; default by device.
@@ -182,7 +187,7 @@ def _check_paged_indices(indices: Tensor, lengths: Tensor, start: int, capacity:
 
 def _move_paged(cache: Tensor, table: Tensor, indices: Tensor, lengths: Tensor, start: int) -> None:
     """Torch and CPU path: stretches of tokens, each read in full before it is written (safe as in `_move_cpu`)."""
-    rows, heads, kept = indices.shape
+    rows, heads, _ = indices.shape
     size = cache.shape[1]
     head = torch.arange(heads, device=cache.device)[:, None]
     step = max(_MOVE_BYTES // max(heads * cache.shape[3] * cache.element_size(), 1), 1)
@@ -196,6 +201,7 @@ def _move_paged(cache: Tensor, table: Tensor, indices: Tensor, lengths: Tensor, 
 
 
 @jit
+@no_type_check
 def gather_kernel(
     source_ptr,
     target_ptr,
@@ -227,10 +233,11 @@ def gather_kernel(
 ):
     """Rows ``index[j]`` of the source go to rows ``start + j`` of the target.
 
-    Out of place each program moves BLOCK_J rows. In place one program moves all rows of its columns, tile by tile; nobody
-    else touches these columns. A tile [j0, j1) reads rows >= j0 and writes rows < j1, so what it writes is read by no later
-    tile, and reading a later tile early is harmless too. Within a tile every write waits for every read, because its mask
-    depends on a sum over the whole tile. (A barrier alone would not do: on AMD's GPUs loads may be under way across it.)
+    Out of place each program moves BLOCK_J rows. In place one program moves all rows of its columns, tile by tile;
+    nobody else touches these columns. A tile [j0, j1) reads rows >= j0 and writes rows < j1, so what it writes is read
+    by no later tile, and reading a later tile early is harmless too. Within a tile every write waits for every read,
+    because its mask depends on a sum over the whole tile. (A barrier alone would not do: on AMD's GPUs loads may be
+    under way across it.)
     """
     row_head = tl.program_id(0).to(tl.int64)
     batch, head = row_head // heads, row_head % heads

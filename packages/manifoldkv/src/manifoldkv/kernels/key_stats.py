@@ -1,26 +1,29 @@
 """Sums over the keys of each head and window: what centroids are made of.
 
 With ``V`` the valid, finite keys of a window: ``total = sum_V k``, ``squares = sum_V ||k||^2``, ``count = |V|``; with
-``unit`` the total is ``sum_V k / ||k||``. The mean of keys is the centroid of ManifoldKV (arXiv 2602.08343), the mean of unit
-keys the anchor of KeyDiff (arXiv 2504.15364).
+``unit`` the total is ``sum_V k / ||k||``. The mean of keys is the centroid of ManifoldKV (arXiv 2602.08343), the mean
+of unit keys the anchor of KeyDiff (arXiv 2504.15364).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import no_type_check
 
 import torch
-from icml26_shared.kernels import Path, jit, triton_language
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from icml26_shared.kernels import Path, jit, triton_language
 from manifoldkv.kernels import layout
 
 tl = triton_language()
 
 
-class KeyStats(NamedTuple):
+@dataclass(frozen=True)
+class KeyStats:
     """Sums per batch row, head and window; float32, or float64 for float64 keys."""
 
     total: Float[Tensor, "batch heads windows dim"]
@@ -104,7 +107,7 @@ def key_stats_reference(keys: Tensor, mask: Tensor | None, bounds: tuple[int, ..
     vectors = keys / norms.clamp(min=layout.UNIT_EPS)[..., None] if unit else keys
 
     def per_window(values: Tensor) -> Tensor:
-        pieces = [values[:, :, low:high].sum(2) for low, high in zip(bounds, bounds[1:], strict=False)]
+        pieces = [values[:, :, low:high].sum(2) for low, high in pairwise(bounds)]
         return torch.stack(pieces, dim=2)
 
     return KeyStats(per_window(vectors), per_window(norms.square()), per_window(valid.to(keys.dtype)))
@@ -114,7 +117,7 @@ def _key_stats_cpu(
     keys: Tensor, mask: Tensor | None, bounds: tuple[int, ...], unit: bool, with_squares: bool
 ) -> KeyStats:
     batch, heads, _, dim = keys.shape
-    longest = max(high - low for low, high in zip(bounds, bounds[1:], strict=False))
+    longest = max(high - low for low, high in pairwise(bounds))
     whole = longest <= layout.tokens_per_tile(keys)[1]  # no window is summed in several pieces
     dtype = layout.work_dtype(keys) if whole else torch.float64
     sums = keys.new_zeros((batch, heads, len(bounds) - 1, dim + 2), dtype=dtype)
@@ -168,6 +171,7 @@ def _split(sums: Tensor, dim: int) -> KeyStats:
 
 
 @jit
+@no_type_check
 def key_stats_kernel(
     keys_ptr,
     mask_ptr,
@@ -250,4 +254,3 @@ def _key_stats_triton(keys: Tensor, mask: Tensor | None, bounds: tuple[int, ...]
 def stats_constants(dim: int, *, unit: bool, masked: bool) -> dict[str, int | float | bool]:
     """The constants `key_stats_kernel` is compiled with."""
     return {**layout.block_constants(dim, masked), "UNIT": unit, "UNIT_EPS": layout.UNIT_EPS}
-

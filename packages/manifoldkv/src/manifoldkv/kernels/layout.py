@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-from icml26_shared.kernels import Path, choose_path
 from torch import Tensor
+
+from icml26_shared.kernels import Path, choose_path
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNIT_EPS = 1e-12  # least norm a key is divided by to make it a unit key
@@ -66,11 +68,11 @@ def check_bounds(bounds: Sequence[int] | None, length: int) -> tuple[int, ...]:
     if bounds is None:
         return (0, length)
     checked = tuple(map(int, bounds))
-    ascending = all(low < high for low, high in zip(checked, checked[1:], strict=False))
+    ascending = all(low < high for low, high in pairwise(checked))
     if checked != (0, 0) and (len(checked) < 2 or checked[0] != 0 or checked[-1] != length or not ascending):
         raise ValueError(
-            f"bounds={list(checked[:6])}{'...' if len(checked) > 6 else ''} must be window starts followed by the number "
-            f"of tokens: ascending from 0 to {length}"
+            f"bounds={list(checked[:6])}{'...' if len(checked) > 6 else ''} must be window starts followed by the "
+            f"number of tokens: ascending from 0 to {length}"
         )
     return checked
 
@@ -78,11 +80,13 @@ def check_bounds(bounds: Sequence[int] | None, length: int) -> tuple[int, ...]:
 def check_centroid(centroid: Tensor, keys: Tensor, bounds: tuple[int, ...], name: str) -> None:
     expected = (*keys.shape[:2], len(bounds) - 1, keys.shape[3])
     if centroid.shape != expected:
-        raise ValueError(f"{name} has shape {tuple(centroid.shape)}; it must be [batch, heads, windows, dim] = {expected}")
+        raise ValueError(
+            f"{name} has shape {tuple(centroid.shape)}; it must be [batch, heads, windows, dim] = {expected}"
+        )
 
 
 def pick_path(keys: Tensor, prefer: Path | None) -> Path:
-    """`choose_path`, with float64 keys on the torch path where Triton would be picked: its kernels compute in float32."""
+    """`choose_path`, but float64 keys never take the Triton path: its kernels compute in float32."""
     path = choose_path(keys, prefer=prefer)
     if path == "triton" and keys.dtype == torch.float64:
         if prefer == "triton":
@@ -144,7 +148,7 @@ def like(tile: Tensor, space: Tensor) -> Tensor:
 
 def split_count(bounds: tuple[int, ...]) -> int:
     """GPU programs that share the longest window."""
-    longest = max((high - low for low, high in zip(bounds, bounds[1:], strict=False)), default=0)
+    longest = max((high - low for low, high in pairwise(bounds)), default=0)
     return -(-longest // TOKENS_PER_PROGRAM)
 
 

@@ -1,25 +1,27 @@
 """Scores of keys against the centroid of their head and window: higher = farther = keep.
 
-``l2``: ``s_i = ||k_i - mu||_2`` (ManifoldKV, arXiv 2602.08343). ``cosine``: ``s_i = -cos(k_i, a)`` (KeyDiff, arXiv 2504.15364).
+``l2``: ``s_i = ||k_i - mu||_2`` (ManifoldKV, arXiv 2602.08343). ``cosine``: ``s_i = -cos(k_i, a)`` (KeyDiff, arXiv
+2504.15364).
 
-The distance is summed over ``(k - mu)^2`` as it stands. Expanding it into ``k^2 - 2 k mu + mu^2`` would lose every digit
-where the centroid is far longer than the keys' spread around it, as keys of real models have it.
+The distance is summed over ``(k - mu)^2`` as it stands. Expanding it into ``k^2 - 2 k mu + mu^2`` would lose every
+digit where the centroid is far longer than the keys' spread around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import no_type_check
 
 import torch
-from icml26_shared.kernels import Path, jit, triton_language
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from icml26_shared.kernels import Path, jit, triton_language
 from manifoldkv.kernels import layout
 
 tl = triton_language()
 
-_LARGEST = torch.finfo(torch.float32).max
 _Protected = tuple[int | Tensor, int | Tensor]  # per row: tokens before the first and from the second on are protected
 
 
@@ -37,7 +39,8 @@ def l2_scores(
     """``||k - mu||_2`` of each key to the centroid ``mu`` of its head and window. No gradient is recorded.
 
     Args:
-        keys: ``[B, H, T, D]``; float32, bfloat16, float16 or float64; any strides. Computed in float32 (float64: in float64).
+        keys: ``[B, H, T, D]``; float32, bfloat16, float16 or float64; any strides. Computed in float32,
+            float64 keys in float64.
         centroid: ``[B, H, W, D]``, one for each window of ``bounds``; from `centroids`.
         mask: ``[B, T]``, true where valid; default all. Padding scores ``-inf``.
         bounds: window starts followed by ``T``, ascending; default one window ``[0, T]``.
@@ -45,8 +48,8 @@ def l2_scores(
         prefer: ``"triton"``, ``"cpu"`` or ``"torch"``; default by device (`icml26_shared.kernels.choose_path`).
 
     Returns:
-        float32 ``[B, H, T]``. A key with a NaN or an infinity scores ``-inf``, even where protected; a distance beyond
-        float32's range scores its largest number.
+        float32 ``[B, H, T]``. A key with a NaN or an infinity, or so far away that its squared distance is beyond
+        float32's range, scores ``-inf``, even where protected; the score is never NaN.
 
     Raises:
         TypeError: another dtype. ValueError: a wrong shape, wrong bounds, or a path these tensors cannot take.
@@ -67,8 +70,9 @@ def cosine_scores(
 ) -> Float[Tensor, "batch heads tokens"]:
     """``-cos(k, a)`` of each key and the anchor ``a`` of its head and window, in [-1, 1].
 
-    The anchor is the mean of the unit keys (``centroids(keys, unit=True)``: KeyDiff) or of the keys (``"cosine_mean"``).
-    Norms below 1e-8 count as 1e-8, so that a zero key scores 0. All else as in `l2_scores`.
+    The anchor is the mean of the unit keys (KeyDiff; ``centroids(keys, unit=True)``) or that of the keys
+    (``"cosine_mean"``). Norms below 1e-8 count as 1e-8, so that a zero key scores 0; a key whose squared norm is beyond
+    float32's range scores ``-inf``. All else as in `l2_scores`.
     """
     return _scores("cosine", keys, anchor, mask, bounds, n_sink, n_recent, prefer)
 
@@ -125,7 +129,7 @@ def _scores(
 
 
 def _protected_range(mask: Tensor | None, length: int, n_sink: int, n_recent: int) -> _Protected:
-    """``(first, last)``: valid tokens before ``first`` or from ``last`` on are protected; per row where there is a mask."""
+    """``(first, last)``: valid tokens before ``first`` and from ``last`` on are protected; per row under a mask."""
     if mask is None:
         return min(n_sink, length), max(length - n_recent, 0)
     rank = mask.cumsum(-1)  # 1 at the first valid token
@@ -156,16 +160,17 @@ def scores_reference(
     protected: _Protected,
 ) -> Tensor:
     """The formulas in plain torch, computed in the centroid's dtype; float32 scores."""
-    widths = torch.tensor([high - low for low, high in zip(bounds, bounds[1:], strict=False)], device=keys.device)
+    widths = torch.tensor([high - low for low, high in pairwise(bounds)], device=keys.device)
     own = centroid.repeat_interleave(widths, dim=2)
-    finite = keys.isfinite().all(-1)
-    keys = keys.to(centroid.dtype).where(finite[..., None], 0)
+    keys = keys.to(centroid.dtype)
+    norms = keys.norm(dim=-1)
     if metric == "l2":
-        scores = (keys - own).norm(dim=-1).clamp(max=_LARGEST)
+        scores = (keys - own).norm(dim=-1).float()
     else:
-        scale = keys.norm(dim=-1).clamp(min=layout.COSINE_EPS) * own.norm(dim=-1).clamp(min=layout.COSINE_EPS)
-        scores = -(keys * own).sum(-1) / scale
-    return _protect(scores.float().masked_fill(~finite, -torch.inf), mask, protected)
+        direction = own / own.norm(dim=-1, keepdim=True).clamp(min=layout.COSINE_EPS)
+        scores = -(keys * direction).sum(-1).float() / norms.clamp(min=layout.COSINE_EPS).float()
+    scores = scores.masked_fill(~(scores.isfinite() & norms.isfinite()), -torch.inf)
+    return _protect(scores, mask, protected)
 
 
 _ScoreTile = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -183,10 +188,9 @@ def _score_tiles(
         own = part if centroid is None else centroid[tile.rows, tile.heads, tile.windows, None]
         work = layout.like(part, space)
         made = score_tile(work.copy_(part) if part.dtype != work.dtype else part, own, work)
-        if centroid is not None:
-            faulty = None if bool(made.isfinite().all()) else ~part.isfinite().all(-1)
-            made = made.clamp_(max=_LARGEST)
-            made = made if faulty is None else made.masked_fill_(faulty, -torch.inf)
+        made = made.to(scores.dtype)
+        if centroid is not None and not bool(made.isfinite().all()):
+            made.masked_fill_(~made.isfinite(), -torch.inf)
         scores[tile.rows, tile.heads, tile.tokens] = made.flatten(2)
 
 
@@ -196,7 +200,8 @@ def _l2_tile(part: Tensor, centroid: Tensor, work: Tensor) -> Tensor:
 
 def _cosine_tile(part: Tensor, direction: Tensor, work: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(part, dim=-1).clamp_(min=layout.COSINE_EPS)
-    return torch.mul(part, direction, out=work).sum(-1).div_(norms).neg_()
+    cosines = torch.mul(part, direction, out=work).sum(-1).div_(norms)
+    return cosines.neg_().masked_fill_(norms == torch.inf, torch.nan)  # x / inf would look like a right angle
 
 
 def _norm_tile(part: Tensor, unused: Tensor, work: Tensor) -> Tensor:
@@ -204,6 +209,7 @@ def _norm_tile(part: Tensor, unused: Tensor, work: Tensor) -> Tensor:
 
 
 @jit
+@no_type_check
 def scores_kernel(
     keys_ptr,
     centroid_ptr,
@@ -230,7 +236,6 @@ def scores_kernel(
     TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
     EPS: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
     """Scores of one stretch of TOKENS tokens of one window. METRIC: "l2", "cosine" or "norm"."""
     window = tl.program_id(0) // splits
@@ -245,9 +250,7 @@ def scores_kernel(
     columns = tl.arange(0, BLOCK_D)
     base = keys_ptr + batch * stride_b + (row_head % heads) * stride_h + columns[None, :] * stride_d
     if METRIC != "norm":
-        centroid = tl.load(
-            centroid_ptr + (row_head * windows + window) * DIM + columns, mask=columns < DIM, other=0.0
-        )
+        centroid = tl.load(centroid_ptr + (row_head * windows + window) * DIM + columns, mask=columns < DIM, other=0.0)
         if METRIC == "cosine":
             centroid = centroid / tl.maximum(tl.sqrt(tl.sum(centroid * centroid, axis=0)), EPS)
     for start in range(begin, end, BLOCK_T):
@@ -261,12 +264,12 @@ def scores_kernel(
         else:
             if METRIC == "l2":
                 away = tile - centroid[None, :]
-                score = tl.minimum(tl.sqrt(tl.sum(away * away, axis=1)), LARGEST)
+                squared = tl.sum(away * away, axis=1)
+                score = tl.sqrt(squared)
             else:
-                norm = tl.maximum(tl.sqrt(tl.sum(tile * tile, axis=1)), EPS)
-                score = -tl.sum(tile * centroid[None, :], axis=1) / norm
-            faulty = tl.where(tl.abs(tile) < float("inf"), 0, 1)  # a NaN compares false
-            keep = tl.max(faulty, axis=1) == 0
+                squared = tl.sum(tile * tile, axis=1)
+                score = -tl.sum(tile * centroid[None, :], axis=1) / tl.maximum(tl.sqrt(squared), EPS)
+            keep = squared < float("inf")  # false for NaN too
             if MASKED:
                 keep = keep & (tl.load(mask_ptr + batch * stride_mask + tokens, mask=inside, other=0) != 0)
             score = tl.where((tokens < first) | (tokens >= last), float("inf"), score)
@@ -318,5 +321,4 @@ def scores_constants(metric: str, dim: int, *, masked: bool) -> dict[str, int | 
         "METRIC": metric,
         **layout.block_constants(dim, masked),
         "EPS": layout.COSINE_EPS,
-        "LARGEST": _LARGEST,
     }

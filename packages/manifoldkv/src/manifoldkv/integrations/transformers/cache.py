@@ -95,6 +95,7 @@ class ManifoldCache(Cache):
         choice: shared metric choice, used by :func:`manifoldkv.compress`.
         per_head: the caller runs the model with the per-head attention that ``head_budget="adaptive"`` needs; set by
             :func:`manifoldkv.compress`.
+        trace: keep each layer's scores at the first eviction, for ``explain``.
 
     Raises:
         UnsupportedModelError: no full-attention layer, latent (MLA) or indexed attention, or a bias by slot (ALiBi, T5).
@@ -108,6 +109,7 @@ class ManifoldCache(Cache):
         padding_mask: Tensor | None = None,
         choice: MetricChoice | None = None,
         per_head: bool = False,
+        trace: bool = False,
     ):
         if not isinstance(cfg, KVConfig):
             raise TypeError(f"cfg must be a KVConfig, not {type(cfg).__name__}")
@@ -130,6 +132,9 @@ class ManifoldCache(Cache):
                 layers.append(kind_of_layer(cfg, index, self._metric_for, self._padding_of_step, rotary))
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**own))
+        for layer in layers:
+            if isinstance(layer, ManifoldLayer):
+                layer.tracing = trace
         super().__init__(layers=layers)
         if padding_mask is not None:
             self.set_padding_mask(padding_mask)
@@ -160,7 +165,8 @@ class ManifoldCache(Cache):
             return None
         if self.padding_mask.shape[0] != keys.shape[0]:
             raise ValueError(
-                f"the padding mask has {self.padding_mask.shape[0]} rows, but the step has {keys.shape[0]}; give the mask of this batch"
+                f"the padding mask has {self.padding_mask.shape[0]} rows, but the step has {keys.shape[0]}; "
+                "give the mask of this batch"
             )
         return (~self.padding_mask[:, start : start + step]).sum(-1).to(keys.device)
 

@@ -8,19 +8,20 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from manifoldkv.config import KVConfig
 from manifoldkv.geometry import Diagnosis
 from manifoldkv.integrations.transformers.cache import ManifoldCache, MetricChoice, check_supported
+from manifoldkv.integrations.transformers.explain import Explanation, explain
 from manifoldkv.integrations.transformers.layer import LayerStats
 from manifoldkv.integrations.transformers.ragged import CURRENT, register_attention
 
 _ACTIVE = "_manifoldkv_active"
 
 
-def compress(model: nn.Module, cfg: KVConfig | None = None, **settings: Any) -> Compression:
+def compress(model: nn.Module, cfg: KVConfig | None = None, *, trace: bool = False, **settings: Any) -> Compression:
     """Compress the key-value cache of everything the model generates inside a ``with``.
 
     ::
@@ -36,6 +37,7 @@ def compress(model: nn.Module, cfg: KVConfig | None = None, **settings: Any) -> 
     Args:
         model: a transformers decoder or encoder-decoder (whose cross-attention stays untouched), or a PEFT wrapper of one.
         cfg: a :class:`KVConfig`; or give its fields as keyword arguments.
+        trace: keep the scores of the prompt (12 bytes a token and head), so that ``kv.explain`` can show them.
 
     Raises:
         ValueError: no ratio and no budget, a value out of range, an unsupported model (:class:`UnsupportedModelError`); and,
@@ -48,13 +50,13 @@ def compress(model: nn.Module, cfg: KVConfig | None = None, **settings: Any) -> 
     unknown = sorted(set(settings) - known)
     if unknown:
         raise TypeError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    return Compression(model, KVConfig(**settings) if cfg is None else cfg)
+    return Compression(model, KVConfig(**settings) if cfg is None else cfg, trace)
 
 
 class Compression:
     """The ``with`` object of :func:`compress`: swaps caches while active, restores the model on the way out."""
 
-    def __init__(self, model: nn.Module, cfg: KVConfig):
+    def __init__(self, model: nn.Module, cfg: KVConfig, trace: bool = False):
         self.model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not hasattr(self.model, "config") or not hasattr(self.model.config, "get_text_config"):
             raise TypeError(f"compress() takes a transformers model, not {type(model).__name__}")
@@ -67,6 +69,8 @@ class Compression:
             self._check_per_head()
         self.choice = MetricChoice(cfg)
         self.cache: ManifoldCache | None = None
+        self._trace = trace
+        self._prompt: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
 
     def _check_per_head(self) -> None:
@@ -77,13 +81,17 @@ class Compression:
                 f"not {used!r}{' with soft-capping' if used == 'sdpa' else ''}; use head_budget='uniform'"
             )
         if self.model.config.is_encoder_decoder:
-            raise ValueError("head_budget='adaptive' isn't defined for encoder-decoder models; use head_budget='uniform'")
+            raise ValueError(
+                "head_budget='adaptive' isn't defined for encoder-decoder models; use head_budget='uniform'"
+            )
 
     # -- entering and leaving -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Compression:
         if getattr(self.model, _ACTIVE, False):
-            raise RuntimeError("this model is already inside compress(); nested compression isn't defined, leave the outer one first")
+            raise RuntimeError(
+                "this model is already inside compress(); nested compression isn't defined, leave the outer one first"
+            )
         setattr(self.model, _ACTIVE, True)
         self._undo.append(lambda: delattr(self.model, _ACTIVE))
         self._undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
@@ -93,7 +101,9 @@ class Compression:
             self._install_per_head_attention()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         while self._undo:
             self._undo.pop()()
         CURRENT.set(None)
@@ -130,12 +140,16 @@ class Compression:
         implementation = kwargs.get("cache_implementation", getattr(settings, "cache_implementation", None))
         if implementation is not None:
             raise ValueError(f"cache_implementation={implementation!r} can't be combined with compress(); leave it out")
-        prompt = next((kwargs[k] for k in ("input_ids", "inputs") if kwargs.get(k) is not None), args[0] if args else None)
+        prompt = next(
+            (kwargs[k] for k in ("input_ids", "inputs") if kwargs.get(k) is not None), args[0] if args else None
+        )
         _refuse_empty(prompt)
 
     # -- each forward -------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         names = list(inspect.signature(module.forward).parameters)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if kwargs.get("use_cache") is False:
@@ -148,6 +162,8 @@ class Compression:
         mask = kwargs.get(f"{prefix}attention_mask")
         if mask is not None:
             cache[1].set_padding_mask(mask)
+        if self._trace and cache[1] is not self.cache:
+            self._prompt = kwargs.get(f"{prefix}input_ids")
         self.cache = cache[1]
         CURRENT.set(cache[1])
         return (), kwargs
@@ -168,14 +184,16 @@ class Compression:
     def _replacement(self, given: Any) -> ManifoldCache:
         if given is not None and type(given) is not DynamicCache:
             raise ValueError(
-                f"{type(given).__name__} can't be compressed; pass no past_key_values, a DynamicCache that is still empty, or a ManifoldCache"
+                f"{type(given).__name__} can't be compressed; pass no past_key_values, a DynamicCache that is still empty, "
+                "or a ManifoldCache"
             )
         if given is not None and given.get_seq_length() > 0:
             raise ValueError(
                 f"past_key_values already holds {given.get_seq_length()} tokens uncompressed; start inside compress() with no "
                 "cache, or pass a ManifoldCache"
             )
-        return ManifoldCache(self._config, self.cfg, choice=self.choice, per_head=self.cfg.head_budget == "adaptive")
+        per_head = self.cfg.head_budget == "adaptive"
+        return ManifoldCache(self._config, self.cfg, choice=self.choice, per_head=per_head, trace=self._trace)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +211,31 @@ class Compression:
         if self.cache is None:
             raise RuntimeError("nothing has run inside compress() yet, so there is no cache to report on")
         return self.cache.stats()
+
+    def explain(self, layer: int, head: int, tokenizer: Any, row: int = 0) -> Explanation:
+        """Which tokens of the last prompt a head kept and evicted, with the radial and angular part of each score.
+
+        ``print(kv.explain(0, 0, tokenizer))`` shows the prompt's text with the evicted spans in brackets.
+
+        Args:
+            layer, head: index of the layer in the model and of the key-value head.
+            tokenizer: turns the prompt's tokens into text.
+            row: of the batch.
+
+        Raises:
+            RuntimeError: without ``compress(..., trace=True)``, or nothing was evicted yet.
+            ValueError: no such layer, head or row.
+        """
+        if not self._trace:
+            raise RuntimeError("explain() needs the scores of the prompt: use compress(model, ..., trace=True)")
+        layers = {own.index: own for own in self.cache.manifold_layers} if self.cache is not None else {}
+        if layers and layer not in layers:
+            raise ValueError(f"layer={layer} is not a compressed layer; those are {', '.join(map(str, layers))}")
+        own = layers.get(layer)
+        if own is None or own.trace is None or self._prompt is None:
+            raise RuntimeError("nothing has been evicted inside compress() yet, so there is nothing to explain")
+        pads = 0 if own.padded is None else int(own.padded[row])
+        return explain(own.trace, self._prompt[row], tokenizer, layer, head, row, pads)
 
 
 def _refuse_empty(prompt: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from manifoldkv.config import KVConfig
+from manifoldkv.integrations.transformers.explain import Trace
 from manifoldkv.rope import Rotary
 from manifoldkv.scoring import score_keys
 from manifoldkv.selection import select, select_per_window, take
@@ -60,6 +61,7 @@ class ManifoldLayer(DynamicLayer):
         self._metric, self._step_padding = metric, step_padding
         self.choose: Callable[[int, Tensor], Tensor] | None = None  # another rule than the metric, and its name
         self.label = "custom"
+        self.tracing = False
         self._clear()
 
     def _clear(self) -> None:
@@ -71,6 +73,7 @@ class ManifoldLayer(DynamicLayer):
         )
         self.pads: Int64[Tensor, " batch"] | None = None  # stored padding slots at the front of each row
         self.padded: Int64[Tensor, " batch"] | None = None  # padding slots seen, stored or not
+        self.trace: Trace | None = None  # of the first eviction, where asked for
         self.waiting: int | None = None  # tokens to keep, where the cache evicts all layers at the end of the step
         self._decode_budget: int | None = None
 
@@ -151,7 +154,9 @@ class ManifoldLayer(DynamicLayer):
 
     def _evict(self, n: int, cfg: KVConfig) -> None:
         if self.choose is None:
-            indices = self._choose(self.scores(cfg, n), n, cfg)
+            scores = self.scores(cfg, n)
+            indices = self._choose(scores, n, cfg)
+            self._note_trace(scores, indices, cfg)
         else:
             indices = self.choose(self.index, self.keys)
         positions = self.stored_positions()
@@ -159,6 +164,11 @@ class ManifoldLayer(DynamicLayer):
         self.positions = positions.gather(-1, indices)
         if self.pads is not None and self.padded is not None:
             self.pads = torch.minimum(self.pads, (n - (self.logical - self.padded)).clamp(min=0))
+
+    def _note_trace(self, scores: Tensor, indices: Tensor, cfg: KVConfig) -> None:
+        if self.tracing and self.trace is None:
+            kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True)
+            self.trace = Trace.of(self.keys, scores, kept, self.valid_mask(), cfg.metric)
 
     def scores(self, cfg: KVConfig, n: int) -> Float[Tensor, "batch heads stored"]:
         """Scores of the stored keys as an eviction to ``n`` tokens sees them."""

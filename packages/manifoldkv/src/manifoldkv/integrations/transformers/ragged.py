@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from manifoldkv.config import KVConfig
+from manifoldkv.integrations.transformers.explain import Trace
 from manifoldkv.integrations.transformers.layer import ManifoldLayer
 from manifoldkv.scoring import score_keys
 from manifoldkv.selection import select_adaptive, take
@@ -41,11 +42,16 @@ class RaggedLayer(ManifoldLayer):
         return int((self.stored - self.front).double().mean(-1).max())
 
     def _evict(self, n: int, cfg: KVConfig) -> None:
-        keep = select_adaptive(self.scores(cfg, n), n) & self.head_mask()
+        scores = self.scores(cfg, n)
+        keep = select_adaptive(scores, n) & self.head_mask()
+        if self.tracing and self.trace is None:
+            self.trace = Trace.of(self.keys, scores, keep, self.valid_mask(), cfg.metric)
         counts = keep.sum(-1)
         width = int(counts.max())
         # the stable sort puts a head's kept slots last and in order, its dropped ones before them as filling
-        indices = keep.int().argsort(dim=-1, stable=True)[..., -width:] if width else keep.nonzero().view(*keep.shape[:2], 0)
+        indices = (
+            keep.int().argsort(dim=-1, stable=True)[..., -width:] if width else keep.nonzero().view(*keep.shape[:2], 0)
+        )
         positions = self.stored_positions().gather(-1, indices)
         self.keys, self.values = take(self.keys, indices), take(self.values, indices)
         self.front, self.pads = width - counts, None
@@ -101,7 +107,9 @@ def attention_per_head(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _head_causal_mask(front: Int64[Tensor, "batch heads"], step: int, width: int) -> Bool[Tensor, "batch heads step width"]:
+def _head_causal_mask(
+    front: Int64[Tensor, "batch heads"], step: int, width: int
+) -> Bool[Tensor, "batch heads step width"]:
     slots = torch.arange(width, device=front.device)
     causal = slots <= torch.arange(width - step, width, device=front.device)[:, None]
     return causal & (slots >= front[..., None, None])

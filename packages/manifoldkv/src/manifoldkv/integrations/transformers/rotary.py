@@ -34,7 +34,9 @@ def rotary_of(config: PreTrainedConfig) -> Rotary:
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise ValueError(f"space='pre' needs rotary position embedding, which {config.model_type} doesn't have; use space='post'")
+        raise ValueError(
+            f"space='pre' needs rotary position embedding, which {config.model_type} doesn't have; use space='post'"
+        )
     if config.model_type in _SOME_LAYERS_ONLY:
         raise ValueError(f"space='pre': {config.model_type} rotates the keys of some layers only; use space='post'")
     nested = "full_attention" in parameters
@@ -42,9 +44,13 @@ def rotary_of(config: PreTrainedConfig) -> Rotary:
         parameters, config = parameters["full_attention"], config.per_layer_config["full_attention"]
     kind = parameters.get("rope_type", "default")
     if kind in _LENGTH_DEPENDENT:
-        raise ValueError(f"space='pre' can't undo rope_type={kind!r}, whose frequencies depend on the length; use space='post'")
+        raise ValueError(
+            f"space='pre' can't undo rope_type={kind!r}, whose frequencies depend on the length; use space='post'"
+        )
     if "mrope_section" in parameters:
-        raise ValueError(f"space='pre' can't undo the {config.model_type} rotation by time, height and width; use space='post'")
+        raise ValueError(
+            f"space='pre' can't undo the {config.model_type} rotation by time, height and width; use space='post'"
+        )
     scaling = 1.0
     if kind == "default":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from icml26_shared.checkpoint import atomic_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from icml26_shared.checkpoint import atomic_path
 from manifoldkv.config import KVConfig
 from manifoldkv.integrations.transformers.layer import ManifoldLayer
 
@@ -40,7 +40,9 @@ def save_cache(cache: ManifoldCache, path: str | Path) -> Path:
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(cache.layers):
         if not getattr(layer, "is_initialized", False):
-            raise ValueError(f"layer {index} holds nothing yet: run the prompt through the model before saving its cache")
+            raise ValueError(
+                f"layer {index} holds nothing yet: run the prompt through the model before saving its cache"
+            )
         if isinstance(layer, ManifoldLayer):
             layers.append({name: getattr(layer, name) for name in _NUMBERS})
         elif isinstance(layer, DynamicSlidingWindowLayer):
@@ -122,7 +124,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _check_fits(header: dict[str, Any], model: dict[str, Any], dtype: torch.dtype | None, path: str | Path) -> None:
     saved = dict(header.get("model") or {})
-    wrong = [f"{name} {saved.get(name)} instead of {value}" for name, value in model.items() if saved.get(name) != value]
+    wrong = [
+        f"{name} {saved.get(name)} instead of {value}" for name, value in model.items() if saved.get(name) != value
+    ]
     if dtype is not None and header.get("dtype") != str(dtype):
         wrong.append(f"dtype {header.get('dtype')} instead of {dtype}")
     if wrong:

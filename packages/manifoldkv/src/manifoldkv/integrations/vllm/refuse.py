@@ -40,6 +40,7 @@ def _features(vllm_config: Any) -> list[str]:
         "cascade attention (--no-disable-cascade-attn)": not getattr(model, "disable_cascade_attn", True),
         "reference sliding-window attention": getattr(model, "rswa_window", None) is not None,
         "bidirectional attention over multimodal prefixes": bool(getattr(model, "is_mm_prefix_lm", False)),
+        "diffusion language models": getattr(vllm_config, "diffusion_config", None) is not None,
         "HiSparse": getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
     }
     return [name for name, given in checks.items() if given]

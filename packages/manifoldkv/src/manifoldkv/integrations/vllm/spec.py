@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
@@ -82,8 +83,9 @@ def compressed(spec: FullAttentionSpec, plugin: PluginConfig, max_in_flight_toke
     )
 
 
+@cache
 def scoring(plugin: PluginConfig, middle: int) -> KVConfig:
-    """Scoring of the middle region: ``middle`` tokens stay, nothing is protected by score."""
+    """Scoring of the middle region: ``middle`` tokens stay, nothing is protected by score. Made once, said once."""
     settings: dict[str, Any] = {"metric": plugin.resolved_metric(), "window": plugin.window}
     if settings["metric"] == "decomposed":
         settings.update(rho0="mean", rho_x="mean")
