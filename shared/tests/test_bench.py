@@ -8,6 +8,7 @@ from icml26_shared import memory, timing
 from icml26_shared.bench import (
     Bench,
     BenchReport,
+    BenchRow,
     Comparison,
     Growth,
     Measured,
@@ -225,8 +226,6 @@ FAST = Comparison(ours=(1.0, 1.0), peer=(2.0, 2.0))
 
 
 def test_whether_a_goal_is_met_follows_from_the_figures():
-    row = Bench(Context("tool", quiet=True, out="unused"))._rows
-    assert row == []
     peak = PeakMemory(3 * MIB, 2 * MIB, None, "kernel")
     measured = Measured(FAST, Growth((1, 2), (1.0, 4.0)), peak, {"tokens": 7.0})
     assert measured.figures() == {
@@ -234,6 +233,9 @@ def test_whether_a_goal_is_met_follows_from_the_figures():
         "peak_mib": 3.0, "torch_peak_mib": 2.0, "tokens": 7.0,
     }  # fmt: skip
     assert Measured.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+    assert BenchRow("r", measured, (Rule("ratio", ">=", 2), Rule("exponent", "<=", 2.01))).met is True
+    assert BenchRow("r", measured, (Rule("ratio", ">=", 2), Rule("peak_mib", "<", 3))).met is False
+    assert BenchRow("r", measured).met is None
 
 
 def make(calls, tmp_path, monkeypatch):
@@ -306,6 +308,12 @@ def test_a_bench_may_return_its_own_mapping(tmp_path, monkeypatch, capsys):
     assert app.run(["bench", "--json", "--n", "3"]) == 0
     assert json.loads(capsys.readouterr().out) == {"n": 3}
     assert app.run(["bench", "--write"]) == 2
+
+
+def test_columns_that_no_row_uses_are_left_out(tmp_path):
+    bench = Bench(Context("tool", quiet=True, out=tmp_path))
+    bench.row("speed", lambda: {"x": 2.5})
+    assert bench.report().to_markdown().startswith("| what | ratio [quartiles] |\n| --- | --- |\n| speed | x 2.5 |")
 
 
 def test_units():

@@ -173,7 +173,7 @@ class BenchReport:
 
     def to_markdown(self) -> str:
         """The tables for a README."""
-        parts = [markdown_table(_COLUMNS, [row.cells() for row in self.rows])]
+        parts = [markdown_table(*self._table())]
         for row in self.rows:
             if row.measured.growth is not None:
                 columns, cells = _growth_table(row.measured.growth)
@@ -184,10 +184,16 @@ class BenchReport:
 
     def show(self, context: Context) -> None:
         """Print the tables."""
-        context.table(f"{context.name}: bench", _COLUMNS, [row.cells() for row in self.rows])
+        context.table(f"{context.name}: bench", *self._table())
         for row in self.rows:
             if row.measured.growth is not None:
                 context.table(row.name, *_growth_table(row.measured.growth))
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and cells, without the columns in which no row has anything."""
+        cells = [row.cells() for row in self.rows]
+        used = [index for index in range(len(_COLUMNS)) if index == 0 or any(row[index] for row in cells)]
+        return [_COLUMNS[index] for index in used], [[row[index] for index in used] for row in cells]
 
 
 class Bench:
