@@ -136,10 +136,9 @@ def _sampled(fn: Callable[[], Any]) -> int:
 
 
 def _torch_cpu(torch: Any, fn: Callable[[], Any]) -> int:
-    with _silent_profiler():
-        # torch.profiler, its wrapper, imports the whole compiler first: seconds
-        with torch.autograd.profiler.profile(profile_memory=True) as profiler:
-            fn()
+    # torch.profiler, its wrapper, imports the whole compiler first: seconds
+    with _silent_profiler(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        fn()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
