@@ -117,20 +117,28 @@ def check_packable(model: nn.Module) -> None:
 
 
 @contextmanager
+def attention_of(model: nn.Module, name: str) -> Iterator[None]:
+    """Switches a model to the attention implementation `name`, and back."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextmanager
 def packed_attention_of(model: nn.Module) -> Iterator[None]:
-    """Switches a model to packed attention, and back.
+    """Switches a model to packed attention, and back. With gradient checkpointing the backward pass runs the layers
+    again, so it must happen inside too.
 
     Raises:
         UnsupportedModelError: see `check_packable`.
     """
     check_packable(model)
-    config = model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
+    with attention_of(model, NAME):
         yield
-    finally:
-        config._attn_implementation = before
 
 
 def packed_logps(

@@ -1,0 +1,461 @@
+"""Dynamic pruning in TRL's GRPO trainer.
+
+    trainer = DynamicPruningTrainer(model=..., reward_funcs=..., args=DynamicPruningConfig(...), train_dataset=...)
+
+and, with any other subclass of GRPOTrainer, the mixin in front of it:
+
+    class Trainer(DynamicPruningMixin, MaxRLTrainer): ...
+
+Where the method sits: prompts are skipped by the sampler; completions after rewards and advantages of the full groups are
+known and before old and reference log-probabilities are computed; weights are applied to the gradient of each row
+of TRL's own loss, so ratio and clip see none of them; and the loss is rescaled from what was kept to the Z of the full
+batch. The logged loss is that of the kept rows over the full Z: its gradient is the unbiased one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from icml26_shared.checkpoint import load_state, save_state
+from icml26_shared.errors import require
+from torch import Tensor
+
+from dppo.config import PruningConfig
+from dppo.draws import MaskGenerator, combine
+from dppo.integrations.transformers import attention_of, check_packable, packed_attention_of
+from dppo.integrations.trl_batches import PackStats, deal, packed_log_probabilities
+from dppo.integrations.trl_sampler import COLUMN, Draw, DrawnDataset, PruningSampler, dataset_keys
+from dppo.keys import prompt_key
+from dppo.losses import LOSS_TYPES, SEQUENCE_LOSSES, scale_gradient
+from dppo.prompts import PromptHistory
+from dppo.pruning import PruneResult, prune_completions
+
+require("trl", "dppo[trl]")
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402 after the check that names the extra
+
+STATE_FILE = "dynamic_pruning.safetensors"
+
+
+@dataclass
+class DynamicPruningConfig(GRPOConfig):
+    """GRPOConfig with the options of pruning and packing.
+
+    Args:
+        prompt_rate, completion_rate, pruning_mode, anneal, resample_each_epoch, prune_score, min_keep_per_group,
+            prune_budget: as of `dppo.PruningConfig` (its mode, score and budget). `anneal` counts optimizer steps.
+            The prompt level always removes an exact number per block (design "fixed"): TRL's batches have a fixed size.
+        free_zeros: remove rows of advantage exactly 0. None (default): wherever pruning is on. Switched off, with a
+            warning, where a KL term gives such rows a gradient.
+        history_threshold: τ anew for each pass ("epoch") or each batch ("batch").
+        history_decay: ρ of the history's moving average, 0 for the last value.
+        prompt_id_column: column with a stable id of each prompt; None hashes the prompt.
+        pack: run old, reference and policy log-probabilities on packed rows instead of padded ones.
+        pack_capacity: tokens of a packed row; None packs each micro-batch into one row.
+        pack_window: look-ahead of the packer.
+        share_prompts: store a prompt once for all its completions in a row.
+
+    With both rates 0 (and free_zeros not set to True) training is TRL's own, bit for bit. With pruning on and
+    `max_steps` unset, `num_train_epochs` counts passes over the prompts, so skipping prompts shortens the run; give
+    `max_steps` if a learning rate schedule must reach its end.
+    """
+
+    prompt_rate: float = field(default=0.5, metadata={"help": "Probability with which a prompt of low history is skipped."})
+    completion_rate: float = field(default=0.5, metadata={"help": "Probability with which a low completion is skipped."})
+    pruning_mode: str = field(default="bernoulli", metadata={"help": "bernoulli, fixed, systematic or deterministic."})
+    free_zeros: bool | None = field(default=None, metadata={"help": "Remove rows of advantage 0 for nothing."})
+    anneal: float = field(default=1.0, metadata={"help": "Share of the steps that are pruned."})
+    history_threshold: str = field(default="epoch", metadata={"help": "epoch or batch."})
+    history_decay: float = field(default=0.0, metadata={"help": "Moving average of the history score."})
+    resample_each_epoch: bool = field(default=True, metadata={"help": "A new mask for each inner iteration."})
+    prune_score: str = field(default="abs_advantage", metadata={"help": "abs_advantage or abs_advantage_x_len."})
+    prune_budget: str = field(default="items", metadata={"help": "items or tokens, for systematic."})
+    min_keep_per_group: int = field(default=0, metadata={"help": "Completions kept of each group at least."})
+    prompt_id_column: str | None = field(default=None, metadata={"help": "Column with a stable prompt id."})
+    pack: bool = field(default=False, metadata={"help": "Packed instead of padded forward passes."})
+    pack_capacity: int | None = field(default=None, metadata={"help": "Tokens of a packed row."})
+    pack_window: int = field(default=64, metadata={"help": "Look-ahead of the packer."})
+    share_prompts: bool = field(default=True, metadata={"help": "Store a prompt once for its completions."})
+
+    def pruning(self) -> PruningConfig:
+        """The options as a PruningConfig (free_zeros resolved without looking at the loss)."""
+        on = self.prompt_rate > 0 or self.completion_rate > 0
+        return PruningConfig(
+            prompt_rate=self.prompt_rate, completion_rate=self.completion_rate, mode=_literal(self.pruning_mode),
+            free_zeros=on if self.free_zeros is None else self.free_zeros, anneal=self.anneal,
+            threshold=_literal(self.history_threshold), resample_each_epoch=self.resample_each_epoch,
+            score=_literal(self.prune_score), min_keep_per_group=self.min_keep_per_group,
+            budget=_literal(self.prune_budget),
+        )  # fmt: skip
+
+
+def _literal(value: str) -> Any:
+    """A string option; PruningConfig checks it."""
+    return value
+
+
+class DynamicPruningMixin:
+    """Puts pruning in front of any subclass of TRL's GRPOTrainer; its `args` must be a DynamicPruningConfig or have
+    the same fields."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        missing = [name for name in ("prompt_rate", "completion_rate", "pack") if not hasattr(self.args, name)]
+        if missing:
+            raise TypeError(
+                f"args is a {type(self.args).__name__} without {', '.join(missing)}; use DynamicPruningConfig, or a class "
+                "that inherits from it and from the other trainer's config"
+            )
+        model = self.accelerator.unwrap_model(self.model)
+        self._plain_attention: str = model.config.get_text_config()._attn_implementation
+        self.pruning: PruningConfig = self._checked_pruning()
+        self.history = PromptHistory(
+            rate=self.pruning.prompt_rate, decay=self.args.history_decay, threshold=self.pruning.threshold
+        )
+        self.generation_count = 0
+        self.pruning_sampler: PruningSampler | None = None
+        self._row_weight: Tensor | None = None
+        self._deferred: set[str] | None = None
+        self._pack_stats = PackStats()
+
+    @property
+    def _active(self) -> bool:
+        cfg = self.pruning
+        return cfg.prompt_rate > 0 or cfg.completion_rate > 0 or cfg.free_zeros or self.args.pack
+
+    def _checked_pruning(self) -> PruningConfig:
+        args, cfg = self.args, self.args.pruning()
+        on = cfg.prompt_rate > 0 or cfg.completion_rate > 0 or cfg.free_zeros
+        if on:
+            _check_loss(self, args)
+        if cfg.prompt_rate > 0 and isinstance(self.train_dataset, torch.utils.data.IterableDataset):
+            raise ValueError(
+                "prompt_rate > 0 needs a map-style data set: a stream has no epoch order to replenish from; "
+                "load it whole or set prompt_rate=0"
+            )
+        if args.pack:
+            check_packable(self.accelerator.unwrap_model(self.model))
+        if cfg.free_zeros and self.beta != 0.0:
+            if args.free_zeros is True or cfg.completion_rate > 0:
+                warnings.warn(
+                    f"beta={self.beta}: rows of advantage 0 have a KL gradient, so free_zeros is switched off; they "
+                    "are pruned at random like other low rows",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            cfg = PruningConfig(**{**vars(cfg), "free_zeros": False})
+        return cfg
+
+    # --- prompts ---------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        if not self._active or isinstance(self.train_dataset, torch.utils.data.IterableDataset):
+            return super().get_train_dataloader()  # type: ignore[misc]
+        original = self.train_dataset
+        self.train_dataset = DrawnDataset(original)
+        try:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            self.train_dataset = original
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        dataset = self.train_dataset if dataset is None else dataset
+        if not isinstance(dataset, DrawnDataset):
+            return super()._get_train_sampler(dataset)  # type: ignore[misc]
+        column = self.args.prompt_id_column
+        rows = dataset.dataset
+        texts = rows[column or "prompt"] if hasattr(rows, "column_names") else [r[column or "prompt"] for r in rows]
+        keys = dataset_keys([str(t) if column else t for t in texts])
+        self.history.check_dataset(keys)
+        counts_passes = self.args.max_steps <= 0 and self.pruning.prompt_rate > 0
+        self.pruning_sampler = PruningSampler(
+            dataset, self.num_generations, self.args.generation_batch_size // self.num_generations,
+            self.num_iterations * self.args.steps_per_generation, self.shuffle_dataset, self.args.seed,
+            keys=keys, history=self.history, rate=self._prompt_rate, refresh=self.pruning.threshold,
+            max_passes=self.args.num_train_epochs if counts_passes else None,
+            default_length=float(self.max_completion_length),
+        )  # fmt: skip
+        return self.pruning_sampler
+
+    def _prompt_rate(self) -> float:
+        return self.pruning.prompt_rate if self.pruning.is_active(self._progress()) else 0.0
+
+    def _progress(self) -> float:
+        return self.state.global_step / self.state.max_steps if self.state.max_steps > 0 else 0.0
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        if COLUMN not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, COLUMN]
+
+    # --- completions -----------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        if not (self._active and self.model.training):
+            return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        every = self.args.steps_per_generation * self.num_iterations
+        if self._step % every == 0 or self._buffered_inputs is None:
+            self._buffered_inputs = self._generate_and_prune(generation_batch)
+        return self._buffered_inputs[self._step % every]
+
+    def _generate_and_prune(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Micro-batches of all inner iterations on one batch of rollouts."""
+        draws = [row.pop(COLUMN, None) or Draw(prompt_key(row["prompt"])) for row in rows]
+        with self._defer_log_probabilities(), self._padded_attention():
+            batch = self._generate_and_score_completions(rows)
+        if "num_images" in batch or "pixel_values" in batch:
+            raise ValueError("images are not supported with pruning: their tensors cannot be cut by row")
+        shared = self._gather_batch(batch, draws)
+        masks = self._masks(shared, len(rows))
+        batch["prompts_share"] = shared["prompts"] / shared["pulled"]
+        batch["num_items_in_batch"] = batch["num_items_in_batch"].new_tensor(shared["token_normalizer"])
+        needed = torch.stack([mask.keep for mask in masks]).any(0)
+        self._fill_log_probabilities(batch, needed)
+        self._record_visits(shared)
+        self._log_pruning(shared, masks[0])
+        self.generation_count += 1
+        return [
+            micro
+            for mask in masks
+            for micro in deal(batch, mask.keep, mask.weight, shared["draw_weight"], self.args.steps_per_generation)
+        ]
+
+    def _gather_batch(self, batch: dict[str, Any], draws: list[Draw]) -> dict[str, Any]:
+        """What decides the masks, from all processes and in the same order everywhere."""
+        device = self.accelerator.device
+        loss_mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        advantages = batch["advantages"]
+        if advantages.dim() > 1:  # per-token advantages of other subclasses
+            advantages = (advantages.abs() * loss_mask).sum(1) / loss_mask.sum(1).clamp(min=1)
+        table = torch.stack(
+            [
+                advantages.double(), loss_mask.sum(1).double(),
+                torch.tensor([d.weight for d in draws], device=device).double(),
+                torch.tensor([float(d.low) for d in draws], device=device).double(),
+            ],
+            1,
+        )  # fmt: skip
+        table = self.accelerator.gather(table)
+        keys = self.accelerator.gather(torch.tensor([d.key for d in draws], device=device))
+        size, prompts = len(table), len(table) // self.num_generations
+        pulled = draws[0].pulled or prompts
+        certain = table[:, 3] == 0
+        low_tokens = draws[0].low_tokens * self.num_generations
+        local = slice(self.accelerator.process_index * len(draws), (self.accelerator.process_index + 1) * len(draws))
+        return {
+            "advantages": table[:, 0].to(batch["advantages"].dtype), "lengths": table[:, 1].long(), "keys": keys,
+            "draw_weight": table[local, 2], "prompts": prompts, "pulled": pulled, "local": local,
+            "group": torch.arange(prompts, device=device).repeat_interleave(self.num_generations)[:size],
+            "token_normalizer": max(float(table[certain, 1].sum()) + low_tokens, 1.0),
+        }  # fmt: skip
+
+    def _masks(self, shared: dict[str, Any], rows: int) -> list[PruneResult]:
+        """The local part of one mask for each inner iteration."""
+        place = torch.arange(len(shared["keys"]), device=shared["keys"].device) % self.num_generations
+        ids = combine(shared["keys"], place)
+        masks: list[PruneResult] = []
+        for iteration in range(self.num_iterations):
+            if iteration and not self.pruning.resample_each_epoch:
+                masks.append(masks[0])
+                continue
+            generator = MaskGenerator(self.args.seed, self.generation_count, f"completions/{iteration}")
+            whole = prune_completions(
+                shared["advantages"], self.num_generations, self.pruning, generator=generator,
+                lengths=shared["lengths"], sample_ids=ids, progress=self._progress(),
+            )  # fmt: skip
+            cut = shared["local"]
+            if iteration == 0:
+                shared["whole"] = whole
+            masks.append(PruneResult(whole.keep[cut], whole.weight[cut], whole.prob[cut], whole.free[cut]))
+        return masks
+
+    def _record_visits(self, shared: dict[str, Any]) -> None:
+        """H of each generated prompt, from its full group; the same on every process."""
+        grouped = shared["advantages"].abs().double().reshape(-1, self.num_generations)
+        lengths = shared["lengths"].double().reshape(-1, self.num_generations)
+        keys = shared["keys"].reshape(-1, self.num_generations)[:, 0]
+        self.history.update(
+            keys.cpu(), grouped.mean(1).cpu(), self.generation_count, lengths=lengths.mean(1).cpu()
+        )
+
+    def _log_pruning(self, shared: dict[str, Any], local: PruneResult) -> None:
+        whole: PruneResult = shared["whole"]
+        stats, kept = whole.stats, shared["prompts"]
+        generated, updated = stats["tokens"], stats["tokens_kept"]
+        full = generated * shared["pulled"] / kept
+        spent = generated + 3 * updated
+        for name, value in {
+            "prompts_kept": kept / shared["pulled"], "completions_kept": stats["keep_fraction"],
+            "tokens_generated": generated, "tokens_updated": updated, "tokens_skipped": full - updated,
+            "ess": stats["ess"], "max_weight": stats["max_weight"],
+            "speedup_tokens": 4 * full / spent if spent else 1.0,
+        }.items():  # fmt: skip
+            self._metrics["train"][f"dppo/{name}"].append(float(value))
+
+    # --- log-probabilities -----------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.args.pack:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        # Over the backward pass too: gradient checkpointing, TRL's default, runs the layers again there.
+        with packed_attention_of(self.accelerator.unwrap_model(self.model)):
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _padded_attention(self) -> Iterator[None]:
+        """For generation, which has a cache."""
+        with attention_of(self.accelerator.unwrap_model(self.model), self._plain_attention):
+            yield
+
+    @contextmanager
+    def _defer_log_probabilities(self) -> Iterator[None]:
+        """While TRL generates, old and reference log-probabilities are not computed yet: only kept rows need them.
+
+        Not where TRL uses them at once (vLLM's importance correction), nor where the reference is the model with its
+        adapter off.
+        """
+        uses_now = self.use_vllm and self.vllm_importance_sampling_correction
+        adapter_off = self.beta != 0.0 and self.ref_model is None
+        self._deferred = None if uses_now or adapter_off else set()
+        try:
+            yield
+        finally:
+            self._was_deferred, self._deferred = self._deferred, None
+
+    def _fill_log_probabilities(self, batch: dict[str, Any], needed: Tensor) -> None:
+        """Computes the deferred ones for the rows that some inner iteration keeps."""
+        if not self._was_deferred:
+            return
+        rows = torch.nonzero(needed).flatten()
+        models = {"old_per_token_logps": self.model, "ref_per_token_logps": self.ref_model}
+        for name, model in models.items():
+            if name not in batch:
+                continue
+            values = torch.zeros(batch["completion_ids"].shape, device=rows.device)
+            size = self.args.per_device_train_batch_size
+            # Every process makes the same number of forward passes, so that sharded models stay in step.
+            passes = self.accelerator.gather(torch.tensor([-(-len(rows) // size)], device=rows.device)).max()
+            for number in range(int(passes)):
+                part = rows[number * size : (number + 1) * size]
+                used = part if len(part) else torch.zeros(1, dtype=torch.long, device=rows.device)
+                ids = torch.cat([batch["prompt_ids"][used], batch["completion_ids"][used]], 1)
+                mask = torch.cat([batch["prompt_mask"][used], batch["completion_mask"][used]], 1)
+                with torch.no_grad():
+                    found, _, _ = self._get_per_token_logps_and_entropies(
+                        model, ids, mask, batch["completion_ids"].shape[1]
+                    )
+                values[part] = found[: len(part)].float()
+            batch[name] = values
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
+        compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        if self._deferred is not None and not torch.is_grad_enabled():
+            self._deferred.add("ref" if model is self.ref_model else "old")
+            return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
+        if self.args.pack and not any(value is not None for value in others.values()):
+            logps, entropies = packed_log_probabilities(
+                model, input_ids, attention_mask, logits_to_keep, capacity=self.args.pack_capacity,
+                window=self.args.pack_window, share_prompts=self.args.share_prompts, temperature=self.temperature,
+                entropy=compute_entropy, autocast=self.accelerator.autocast, stats=self._pack_stats,
+                config=self.accelerator.unwrap_model(model),
+            )  # fmt: skip
+            aux_loss = None
+        else:
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **others
+            )
+        if self._row_weight is not None and torch.is_grad_enabled():
+            logps = scale_gradient(logps, self._row_weight)
+        return logps, entropies, aux_loss
+
+    # --- loss ------------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if "row_weight" not in inputs:
+            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+        self._row_weight = inputs["row_weight"]
+        try:
+            loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        finally:
+            self._row_weight = None
+        if self.args.pack:
+            self._metrics["train"]["dppo/density"].append(self._pack_stats.take())
+        return loss * self._to_full_batch(inputs)
+
+    def _to_full_batch(self, inputs: dict[str, Any]) -> float | Tensor:
+        """From the normaliser TRL used for this micro-batch to the share of the full Z that a micro-batch has.
+
+        grpo, dr_grpo: TRL divides by the rows it sees; the full batch has rows/steps of them a micro-batch, and Z also
+        counts the prompts that were pulled and skipped. bnpo: the same with tokens. dapo, cispo: num_items_in_batch
+        is the full one already.
+        """
+        steps = self.args.steps_per_generation
+        if self.loss_type in SEQUENCE_LOSSES:
+            full_rows = inputs["full_rows"] / steps
+            return len(inputs["row_weight"]) / full_rows * inputs["prompts_share"]
+        if self.loss_type == "bnpo":
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            local = inputs["num_items_in_batch"] / self.accelerator.num_processes / steps
+            return mask.sum().clamp(min=1) / local
+        return 1.0
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if self.args.should_save and self._active:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            sampler = None if self.pruning_sampler is None else self.pruning_sampler.state_dict()
+            state = {"history": self.history.state_dict(), "generations": self.generation_count, "sampler": sampler}
+            save_state(folder / STATE_FILE, state)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None or not self._active:
+            return
+        path = Path(checkpoint) / STATE_FILE
+        if not path.is_file():
+            warnings.warn(
+                f"{path} does not exist: the checkpoint was written without pruning; the prompt history starts empty",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        state = load_state(path)
+        self.history.load_state_dict(state["history"])
+        self.generation_count = int(state["generations"])
+        if self.pruning_sampler is not None and state["sampler"] is not None:
+            self.history.check_dataset(self.pruning_sampler.keys)
+            batches = self.pruning_sampler.blocks_per_iteration * self.pruning_sampler.repeat_count
+            steps = max(1, -(-batches // self.args.gradient_accumulation_steps))
+            self.pruning_sampler.load_state_dict(state["sampler"], replay=self.state.global_step % steps != 0)
+
+
+def _check_loss(trainer: Any, args: Any) -> None:
+    """Refuses what is not additive over rows with a fixed normaliser."""
+    if trainer.loss_type not in LOSS_TYPES:
+        raise ValueError(
+            f"loss_type={trainer.loss_type!r} is not supported with pruning; choose one of {', '.join(LOSS_TYPES)}"
+        )
+    refused = {
+        "an entropy bonus (entropy_coef, use_adaptive_entropy)": trainer._entropy_bonus_enabled,
+        "top_entropy_quantile < 1": trainer.top_entropy_quantile < 1.0,
+        "a router auxiliary loss (set router_aux_loss_coef=0)": trainer.aux_loss_enabled,
+    }
+    for name, present in refused.items():
+        if present:
+            raise ValueError(f"{name} is not supported with pruning: it averages over what is kept, so it would be biased")
+
+
+class DynamicPruningTrainer(DynamicPruningMixin, GRPOTrainer):
+    """TRL's GRPOTrainer with dynamic pruning; the same constructor, `args` a DynamicPruningConfig."""
+
+
+__all__ = ["DynamicPruningConfig", "DynamicPruningMixin", "DynamicPruningTrainer"]

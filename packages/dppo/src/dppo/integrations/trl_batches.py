@@ -1,0 +1,123 @@
+"""Pruned rollouts as micro-batches, and packed log-probabilities in the shape TRL works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dppo.integrations.transformers import packed_attention_of, packed_logps
+from dppo.packed import pack_sequences
+
+PROMPT_KEYS = ("prompt_ids", "prompt_mask")
+
+
+def deal(
+    batch: dict[str, Any], keep: Tensor, weight: Tensor, prompt_weight: Tensor, micro_batches: int
+) -> list[dict[str, Any]]:
+    """Deals the kept rows into micro-batches of nearly equal tokens.
+
+    Longest first, each into the micro-batch with the fewest tokens that has a row free (a micro-batch never has more rows
+    than it would without pruning). Padding is cut to what the rows need. A micro-batch left empty holds one row with
+    no completion token and weight 0, so that every process makes the same passes and none waits for another.
+
+    Args:
+        batch: TRL's output of a generation: tensors by row, and scalars. May hold "prompts_share".
+        keep: (B,) rows to keep. weight: (B,) of the completion level. prompt_weight: (B,) of the prompt level.
+        micro_batches: how many.
+
+    Returns:
+        Dicts like TRL's, with "row_weight" (rows,), "full_rows" and "prompts_share".
+    """
+    rows = len(keep)
+    tokens = (batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)).tolist()
+    kept = torch.nonzero(keep).flatten().tolist()
+    room = rows // micro_batches
+    bins: list[list[int]] = [[] for _ in range(micro_batches)]
+    load = [0] * micro_batches
+    for row in sorted(kept, key=lambda r: (-tokens[r], r)):
+        lightest = min((b for b in range(micro_batches) if len(bins[b]) < room), key=lambda b: (load[b], b))
+        bins[lightest].append(row)
+        load[lightest] += tokens[row]
+    total = weight.double() * prompt_weight.to(weight.device)
+    return [_micro_batch(batch, sorted(chosen), total, rows) for chosen in bins]
+
+
+def _micro_batch(batch: dict[str, Any], chosen: list[int], weight: Tensor, rows: int) -> dict[str, Any]:
+    empty = not chosen
+    index = torch.tensor(chosen or [0], device=weight.device)
+    result: dict[str, Any] = {}
+    for name, value in batch.items():
+        by_row = isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+        result[name] = value[index] if by_row else value
+    if empty:
+        result["completion_mask"] = torch.zeros_like(result["completion_mask"])
+        result["advantages"] = torch.zeros_like(result["advantages"])
+    result["row_weight"] = torch.zeros(1, device=weight.device) if empty else weight[index].float()
+    result["full_rows"] = rows
+    result.setdefault("prompts_share", 1.0)
+    return _trimmed(result)
+
+
+def _trimmed(batch: dict[str, Any]) -> dict[str, Any]:
+    """Without the columns that are padding in every row."""
+    used = torch.nonzero(batch["completion_mask"].any(0)).flatten()
+    width = int(used[-1]) + 1 if len(used) else 1
+    present = torch.nonzero(batch["prompt_mask"].any(0)).flatten()
+    first = int(present[0]) if len(present) else batch["prompt_mask"].shape[1] - 1
+    full = batch["completion_mask"].shape[1]
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            continue
+        if name in PROMPT_KEYS:
+            batch[name] = value[:, first:]
+        elif value.shape[1] == full:
+            batch[name] = value[:, :width]
+    return batch
+
+
+@dataclass
+class PackStats:
+    """Valid tokens and room of the packed rows since the last `take`."""
+
+    tokens: int = 0
+    room: int = 0
+
+    def take(self) -> float:
+        """Density; forgets what was counted."""
+        density = self.tokens / self.room if self.room else 1.0
+        self.tokens = self.room = 0
+        return density
+
+
+def packed_log_probabilities(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *, capacity: int | None, window: int,
+    share_prompts: bool, temperature: float, entropy: bool, autocast: Callable[[], Any], stats: PackStats, config: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What TRL's padded forward pass returns, (rows, logits_to_keep), from packed rows; 0 at padding.
+
+    `config` is the unwrapped model, whose attention is switched for the call; `model` is called, so that DDP sees it.
+    """
+    split = input_ids.shape[1] - logits_to_keep
+    prompts = [ids[:split][mask[:split].bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+    places = [torch.nonzero(mask[split:]).flatten() for mask in attention_mask]
+    completions = [ids[split:][place] for ids, place in zip(input_ids, places, strict=True)]
+    packing, rows = pack_sequences(
+        prompts, completions, capacity=capacity, window=window, share_prompts=share_prompts
+    )
+    with packed_attention_of(config), autocast():
+        logps, entropies = packed_logps(model, rows, temperature=temperature, entropy=entropy)
+    stats.tokens += packing.tokens
+    stats.room += int(packing.widths.sum()) if capacity else packing.tokens
+
+    def spread(values: dict[int, Tensor]) -> Tensor:
+        lines = []
+        for item, place in enumerate(places):
+            line = torch.zeros(logits_to_keep, device=input_ids.device, dtype=values[item].dtype)
+            lines.append(line.index_put((place,), values[item]))
+        return torch.stack(lines)
+
+    return spread(logps), spread(entropies) if entropy else None
