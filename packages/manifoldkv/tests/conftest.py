@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -301,17 +302,18 @@ def reference():
 def _forward_steps(model, ids, mask, cache, tokens=None, steps=0, chunk=None):
     """Run the prompt (in chunks), then ``steps`` tokens, those of ``tokens`` or the greedy ones.
 
-    Returns the logits of the prompt ``[B, T, V]``, of the steps ``[B, steps, V]`` and the tokens ``[B, steps]``.
+    ``mask`` also covers what the cache holds already. Returns the logits of the prompt ``[B, T, V]``, of the steps ``[B, steps, V]`` and the tokens ``[B, steps]``.
     """
     import torch
 
     mask = torch.ones_like(ids) if mask is None else mask
+    seen = mask.shape[1] - ids.shape[1]  # columns of the mask that belong to what is in the cache already
     prompt, decoded, chosen = [], [], []
     with torch.no_grad():
         width = ids.shape[1] if chunk is None else chunk
         for start in range(0, ids.shape[1], width):
             stop = min(start + width, ids.shape[1])
-            prompt.append(_one_forward(model, ids[:, start:stop], mask[:, :stop], cache))
+            prompt.append(_one_forward(model, ids[:, start:stop], mask[:, : seen + stop], cache))
         last = prompt[-1][:, -1]
         for i in range(steps):
             token = last.argmax(-1, keepdim=True) if tokens is None else tokens[:, i : i + 1]
@@ -329,8 +331,7 @@ def _forward_steps(model, ids, mask, cache, tokens=None, steps=0, chunk=None):
 
 def _one_forward(model, ids, mask, cache):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    takes_positions = "position_ids" in type(model).forward.__code__.co_varnames
-    extra = {"position_ids": positions} if takes_positions else {}
+    extra = {"position_ids": positions} if "position_ids" in inspect.signature(model.forward).parameters else {}
     return model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra).logits
 
 

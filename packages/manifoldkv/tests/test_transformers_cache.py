@@ -380,29 +380,27 @@ class TestMovingRows:
 
 
 class TestCrop:
-    def test_within_the_recent_window(self, tiny, forward_steps, prompt):
-        """Back to the state before the last tokens: the next steps are those of a cache that never saw them."""
+    def test_within_the_recent_window(self, tiny, reference, forward_steps, prompt):
+        """Back to before the last three tokens: what follows equals dense attention over what is left of the selection."""
         model = tiny("llama")
-        ids, mask = prompt(2, 24, pads=[0, 6])
-        cfg = config(budget=10, n_recent=4)
-        cache = ManifoldCache(model.config, cfg, padding_mask=mask)
+        ids, mask = prompt(2, 24, pads=[0, 18])
+        settings = {"metric": "l2", "budget": 10, "n_sink": 2, "n_recent": 4}
+        other = ids[:, 2:8]
+        explicit = reference(model, **settings)
+        with explicit:
+            dense = explicit.cache()
+            forward_steps(model, ids, mask, dense)
+            dense.crop(-3)
+            explicit.alive = {layer: alive[..., :-3] for layer, alive in explicit.alive.items()}
+            longer = torch.cat((mask[:, :21], torch.ones_like(other)), -1)
+            expected = forward_steps(model, other, longer, dense)[0]
+        cache = ManifoldCache(model.config, KVConfig(**settings), padding_mask=mask)
         forward_steps(model, ids, mask, cache)
-        kept = cache.layers[0].positions.clone()
         cache.crop(-3)
         assert cache.get_seq_length() == 21
         assert cache.get_mask_sizes(1, 0) == (8, 14)
-        assert torch.equal(cache.layers[0].positions, kept[..., :-3])
-        again = forward_steps(model, ids[:, 21:], mask, cache)[0]
-        untouched = ManifoldCache(model.config, cfg, padding_mask=mask)
-        forward_steps(model, ids, mask, untouched)
-        token = ids[:, :1]
-        longer = torch.cat((mask, torch.ones_like(token)), -1)
-        own, expected = (forward_steps(model, token, longer, c)[0] for c in (cache, untouched))
-        assert again.shape == (2, 3, 61)
-        # the same keys are stored, but those typed again were computed against the compressed cache: layer 0 agrees
-        torch.testing.assert_close(cache.layers[0].keys, untouched.layers[0].keys, **CLOSE)
-        assert torch.equal(cache.layers[0].positions, untouched.layers[0].positions)
-        assert own.shape == expected.shape
+        assert cache.layers[0].pads.tolist() == [0, 4]
+        torch.testing.assert_close(forward_steps(model, other, longer, cache)[0], expected, **CLOSE)
 
     def test_before_any_eviction_it_is_exact(self, tiny, forward_steps, prompt):
         model = tiny("llama")

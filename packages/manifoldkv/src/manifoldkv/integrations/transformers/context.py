@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -13,12 +14,13 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from manifoldkv.config import KVConfig
 from manifoldkv.geometry import Diagnosis
-from manifoldkv.integrations.transformers.cache import ManifoldCache, MetricChoice, check_supported
+from manifoldkv.integrations.transformers.cache import ManifoldCache, MetricChoice, UnsupportedModelError, check_supported
 from manifoldkv.integrations.transformers.explain import Explanation, explain
 from manifoldkv.integrations.transformers.layer import LayerStats
 from manifoldkv.integrations.transformers.ragged import CURRENT, register_attention
 
 _ACTIVE = "_manifoldkv_active"
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 def compress(model: nn.Module, cfg: KVConfig | None = None, *, trace: bool = False, **settings: Any) -> Compression:
@@ -62,6 +64,9 @@ class Compression:
             raise TypeError(f"compress() takes a transformers model, not {type(model).__name__}")
         if not isinstance(cfg, KVConfig):
             raise TypeError(f"cfg must be a KVConfig, not {type(cfg).__name__}")
+        accepted = inspect.signature(self.model.forward).parameters
+        if "input_ids" in accepted and "past_key_values" not in accepted:
+            raise UnsupportedModelError(f"{type(self.model).__name__} takes no past_key_values: there is nothing to compress")
         self.cfg = cfg
         self._config = self.model.config.get_text_config(decoder=True)
         check_supported(self._config, cfg)
@@ -71,7 +76,7 @@ class Compression:
         self.cache: ManifoldCache | None = None
         self._trace = trace
         self._prompt: Tensor | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def _check_per_head(self) -> None:
         used = self.model.config._attn_implementation
@@ -92,33 +97,34 @@ class Compression:
             raise RuntimeError(
                 "this model is already inside compress(); nested compression isn't defined, leave the outer one first"
             )
-        setattr(self.model, _ACTIVE, True)
-        self._undo.append(lambda: delattr(self.model, _ACTIVE))
-        self._undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
-        if hasattr(self.model, "generate"):
-            self._patch_generate()
-        if self.cfg.head_budget == "adaptive":
-            self._install_per_head_attention()
+        with ExitStack() as undo:  # a failure on the way in undoes what was done so far
+            setattr(self.model, _ACTIVE, True)
+            undo.callback(delattr, self.model, _ACTIVE)
+            undo.callback(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+            undo.callback(CURRENT.set, None)
+            if hasattr(self.model, "generate"):
+                self._patch_generate(undo)
+            if self.cfg.head_budget == "adaptive":
+                self._install_per_head_attention(undo)
+            self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._undo:
-            self._undo.pop()()
-        CURRENT.set(None)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.close()
 
-    def _install_per_head_attention(self) -> None:
+    def _install_per_head_attention(self, undo: ExitStack) -> None:
         usual = self.model.config._attn_implementation
         self.model.set_attn_implementation(register_attention())
-        self._undo.append(lambda: self.model.set_attn_implementation(usual))
+        undo.callback(self.model.set_attn_implementation, usual)
 
-    def _patch_generate(self) -> None:
+    def _patch_generate(self, undo: ExitStack) -> None:
         original = self.model.generate
         own = self.model.__dict__.get("generate")
+        settings = self.model.generation_config
 
+        @functools.wraps(original)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            self._check_generate(args, kwargs)
+            self._check_generate({**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs})
             return original(*args, **kwargs)
 
         def restore() -> None:
@@ -127,23 +133,37 @@ class Compression:
                 self.model.generate = own
 
         self.model.generate = generate
-        self._undo.append(restore)
+        undo.callback(restore)
+        if getattr(settings, "cache_implementation", None) is not None:  # some checkpoints ask for a static cache
+            undo.callback(setattr, settings, "cache_implementation", settings.cache_implementation)
+            settings.cache_implementation = None
 
-    def _check_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        settings = kwargs.get("generation_config") or self.model.generation_config
-        lookup = kwargs.get("prompt_lookup_num_tokens", getattr(settings, "prompt_lookup_num_tokens", None))
-        if kwargs.get("assistant_model") is not None or lookup:
+    def _check_generate(self, given: dict[str, Any]) -> None:
+        settings = given.get("generation_config") or self.model.generation_config
+
+        def setting(name: str) -> Any:
+            return given.get(name, getattr(settings, name, None))
+
+        assisted = [name for name in _ASSISTED if setting(name)]
+        if assisted:
             raise ValueError(
                 "assisted generation rolls the cache back past evicted tokens, so it can't run on a compressed cache; "
-                "drop assistant_model / prompt_lookup_num_tokens"
+                f"drop {' and '.join(assisted)}"
             )
-        implementation = kwargs.get("cache_implementation", getattr(settings, "cache_implementation", None))
+        implementation = setting("cache_implementation")
         if implementation is not None:
             raise ValueError(f"cache_implementation={implementation!r} can't be combined with compress(); leave it out")
-        prompt = next(
-            (kwargs[k] for k in ("input_ids", "inputs") if kwargs.get(k) is not None), args[0] if args else None
-        )
-        _refuse_empty(prompt)
+        for name in ("inputs", "input_ids", "inputs_embeds"):
+            _refuse_empty(given.get(name))
+            if setting("prefill_chunk_size") and hasattr(given.get(name), "shape"):
+                self._check_chunks(setting("prefill_chunk_size"), given[name].shape[1])
+
+    def _check_chunks(self, size: int, length: int) -> None:
+        phase = self.cfg.phase
+        if size >= length or phase == "chunked" or (phase == "decode" and self.cfg.budget is not None):
+            return
+        why = "takes its share of the whole; use a budget" if phase == "decode" else "evicts once after all of it; use prefill in one go"
+        raise ValueError(f"prefill_chunk_size={size} splits the prompt, but phase={phase!r} {why}, or phase='chunked'")
 
     # -- each forward -------------------------------------------------------------------------------------------------
 
