@@ -2,5 +2,5 @@
 
 from jaxtyping import install_import_hook
 
-_CHECKED = ("enumeration", "off_policy", "kernels.policy_loss")
+_CHECKED = ("enumeration", "off_policy")
 install_import_hook([f"maxrl.{name}" for name in _CHECKED], "beartype.beartype")

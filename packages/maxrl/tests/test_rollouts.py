@@ -95,7 +95,7 @@ def test_empty_and_bad_input():
     assert empty.cost == 0
     assert empty.advantages(scale="batch").shape == (0,)
     sample, verify = scripted([0.5] * 8)
-    with pytest.raises(ValueError, match="verify_fn returned 0.5"):
+    with pytest.raises(ValueError, match=r"verify_fn returned 0\.5"):
         rollout_until_success(sample, verify, ["x"])
     with pytest.raises(ValueError, match="sample_fn returned 1 completions for 8"):
         rollout_until_success(lambda p: ["a"], verify, ["x"])

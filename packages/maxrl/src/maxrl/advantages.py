@@ -234,8 +234,8 @@ def _clean(rewards: Tensor, valid: Tensor | None, reward_mode: str, threshold: f
     low, high = (float(v) for v in torch.aminmax(values))
     if not (np.isfinite(low) and np.isfinite(high)):
         raise ValueError(
-            f"{_first(values, ~torch.isfinite(values))}: rewards must be finite; exclude rollouts that could not be scored "
-            "with valid="
+            f"{_first(values, ~torch.isfinite(values))}: rewards must be finite; exclude rollouts that could not be "
+            "scored with valid="
         )
     if low < 0:
         raise ValueError(
@@ -251,8 +251,8 @@ def _clean(rewards: Tensor, valid: Tensor | None, reward_mode: str, threshold: f
         odd = values * values != values  # true for everything but 0 and 1
         if bool(odd.any()):
             raise ValueError(
-                f"{_first(values, odd)} is neither 0 nor 1, and MaxRL is defined for pass/fail rewards: pass threshold= to "
-                "say from where on a reward is a success, or reward_mode='nonnegative' for the ratio estimator of "
+                f"{_first(values, odd)} is neither 0 nor 1, and MaxRL is defined for pass/fail rewards: pass threshold= "
+                "to say from where on a reward is a success, or reward_mode='nonnegative' for the ratio estimator of "
                 "grad log E[r]"
             )
     return values
