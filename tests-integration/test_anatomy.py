@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,3 +158,20 @@ def test_a_new_package_lacks_only_what_its_author_must_write(tmp_path: Path) -> 
     allowed = ("still to be written", "no module with the method", "public names", "no BibTeX")
     assert [problem for problem in found if not any(words in problem for words in allowed)] == []
     assert len(found) >= len(allowed)
+
+
+def test_a_new_package_is_clean_for_ruff(tmp_path: Path) -> None:
+    new_package.create("my-method", tmp_path)
+    for command in (["check"], ["format", "--check"]):
+        ruff = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *command,
+            "--no-cache",
+            "--config",
+            str(ROOT / "pyproject.toml"),
+            "packages",
+        ]
+        answer = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True)
+        assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -56,6 +56,16 @@ def test_no_lock_file_with_addresses() -> None:
     assert [path.name for path in _tracked() if path.name in locks] == []
 
 
+def test_links_between_files_lead_somewhere() -> None:
+    broken = {}
+    for path, text in _texts():
+        if path.suffix == ".md":
+            targets = [found.partition("#")[0] for found in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in found]
+            missing = [target for target in targets if target and not (ROOT / path.parent / target).exists()]
+            broken |= {str(path): missing} if missing else {}
+    assert broken == {}
+
+
 def test_no_large_file() -> None:
     assert {path.name: size for path in _tracked() if (size := path.stat().st_size) > LARGEST_FILE} == {}
 
