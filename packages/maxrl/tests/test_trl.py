@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import trl_setup  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 from maxrl import MaxRLConfig, MaxRLTrainer, maxrl_advantages  # noqa: E402
@@ -185,8 +186,10 @@ def test_all_rollouts_dead_is_a_step_of_zero(tmp_path):
     ],
 )
 def test_dropping_is_off_where_dead_rollouts_have_a_gradient(tmp_path, changes, reason):
+    trl_setup.model().save_pretrained(tmp_path / "policy")  # the KL term loads its reference from the policy's folder
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     with pytest.warns(UserWarning, match=f"drop_zero_advantage is off: {reason}"):
-        trainer = trl_setup.trainer(tmp_path, rollout=trl_setup.scripted_rollout, max_steps=1, **changes)
+        trainer = trl_setup.trainer(tmp_path, policy=policy, rollout=trl_setup.scripted_rollout, max_steps=1, **changes)
     assert not trainer._drops_rows
     trainer.train()
     assert logged(trainer, "maxrl/dropped_tokens") == []

@@ -69,6 +69,13 @@ class MaxRLConfig(MaxRLArguments, GRPOConfig):  # type: ignore[misc, valid-type]
         _check_arguments(self)
 
 
+def _fill_defaults(args: Any) -> None:
+    """Give a plain ``GRPOConfig`` the default settings."""
+    for setting in fields(MaxRLArguments):
+        if not hasattr(args, setting.name):
+            setattr(args, setting.name, setting.default)
+
+
 def _check_arguments(args: Any) -> None:
     known = get_estimator(args.estimator)
     check_order(known, args.order)
@@ -110,15 +117,17 @@ class MaxRLMixin:
     """Put before a TRL trainer with GRPO's interface: ``class T(MaxRLMixin, RLOOTrainer)``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("args", args[2] if len(args) > 2 else None)
+        if given is not None:  # before the host builds models that a bad setting would waste
+            _fill_defaults(given)
+            _check_arguments(given)
         super().__init__(*args, **kwargs)
         self._start_maxrl()
 
     # -- advantages ------------------------------------------------------------------------------------------------
 
     def _start_maxrl(self) -> None:
-        for setting in fields(MaxRLArguments):  # a plain GRPOConfig gets the defaults
-            if not hasattr(self.args, setting.name):
-                setattr(self.args, setting.name, setting.default)
+        _fill_defaults(self.args)
         _check_arguments(self.args)
         self._success_columns = self._find_success_columns()
         self._unscorable = 0
