@@ -1,4 +1,4 @@
-"""The CI files are valid, and do what CONTRIBUTING says."""
+"""CI and citation files match their public schemas (offline), and CI does what CONTRIBUTING says."""
 
 from __future__ import annotations
 
@@ -15,22 +15,38 @@ from workspace import ROOT
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def _check(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(path)]
+CITATIONS = [ROOT / "CITATION.cff", *sorted(ROOT.glob("packages/*/CITATION.cff"))]
+
+
+def _check(path: Path, schema: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_workflows_match_the_public_schema() -> None:
     assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml"]
     for path in WORKFLOWS:
-        answer = _check(path)
+        answer = _check(path, "github-workflows")
         assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-def test_the_schema_check_can_fail(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", CITATIONS, ids=lambda path: path.parent.name)
+def test_citation_files_match_the_public_schema(path: Path) -> None:
+    answer = _check(path, "citation-file-format")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ("github-workflows", "on: push\njobs:\n  a:\n    runs-on: ubuntu-24.04\n    steps:\n      - runs: make\n"),
+        ("citation-file-format", "cff-version: 1.2.0\nmessage: Cite this.\ntitle: Something\n"),
+    ],
+)
+def test_the_schema_check_can_fail(tmp_path: Path, schema: str, text: str) -> None:
     broken = tmp_path / "broken.yml"
-    broken.write_text("on: push\njobs:\n  a:\n    runs-on: ubuntu-24.04\n    steps:\n      - runs: make\n", "utf-8")
-    assert _check(broken).returncode != 0
+    broken.write_text(text, "utf-8")
+    assert _check(broken, schema).returncode == 1
 
 
 def test_workflows_run_only_targets_that_the_makefile_has() -> None:
