@@ -17,9 +17,9 @@ from torch import Tensor
 from icml26_shared.checkpoint import load_state, save_state
 from manifoldkv.config import KVConfig
 
-PAIRS = 6
-CONTEXT = 96
-_KEYS, _VALUES, _FILLER = 48, 48, 16
+PAIRS = 4
+CONTEXT = 64
+_KEYS, _VALUES, _FILLER = 24, 24, 8
 _BOS, _QUERY = 0, 1
 _FIRST_KEY, _FIRST_VALUE, _FIRST_FILLER = 2, 2 + _KEYS, 2 + _KEYS + _VALUES
 VOCABULARY = 2 + _KEYS + _VALUES + _FILLER
@@ -27,19 +27,19 @@ _SAVE_EVERY = 250
 
 
 def build(qk_norm: bool, seed: int) -> Any:
-    """A random two-layer model: Qwen3 with query-key normalisation, Llama without. 4 query heads, 2 key-value heads of 32."""
+    """A random two-layer model: Qwen3 with query-key normalisation, Llama without. 4 query heads, 2 key-value heads of 16."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if qk_norm else (LlamaConfig, LlamaForCausalLM)
     torch.manual_seed(seed)
     config = config_class(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=16,
         max_position_embeddings=256,
         initializer_range=0.05,
         tie_word_embeddings=False,
@@ -68,12 +68,12 @@ def train(
     seed: int,
     steps: int,
     path: Path,
-    batch: int = 64,
+    batch: int = 32,
     advance: Callable[[int], None] | None = None,
 ) -> Any:
     """Train with AdamW for ``steps``, saving every 250 steps to ``path``; an interrupted run goes on from there."""
     model = build(qk_norm, seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, betas=(0.9, 0.98))
     start = 0
     if path.is_file():
         saved = load_state(path)
@@ -86,7 +86,7 @@ def train(
         context, queries = sequences(batch, torch.Generator().manual_seed(seed * 1_000_003 + step))
         tokens = torch.cat((context, queries), 1)
         for group in optimiser.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 100) * (1 - 0.9 * step / steps)
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 100) * (1 - 0.9 * step / steps)
         logits = model(input_ids=tokens, use_cache=False).logits[:, CONTEXT + 1 : -1 : 2]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), queries[:, 2::2].flatten())
         optimiser.zero_grad(set_to_none=True)

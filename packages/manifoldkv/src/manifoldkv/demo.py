@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icml26_shared.checkpoint import JsonlStore
-from icml26_shared.errors import UserError
+from icml26_shared.errors import UserError, require
 from manifoldkv import __version__
 from manifoldkv.baselines import key_norm, keydiff, random_selection, streaming_llm
 from manifoldkv.config import KVConfig
@@ -54,6 +54,8 @@ def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Compress prompts under every rule, ask for the needles, show accuracy against what was kept."""
     if args.samples < 1 or args.new_tokens < 1:
         raise UserError(f"--samples {args.samples} and --new-tokens {args.new_tokens} must be 1 or more")
+    for module in ("transformers", "matplotlib", "wonderwords"):  # said now, not after the model has answered
+        require(module, "manifoldkv[demo]")
     rows, reason = _results(ctx, args)
     accuracy = _accuracy(rows)
     _show(ctx, accuracy)
@@ -179,4 +181,3 @@ def draw(accuracy: Mapping[tuple[str, str, float], float], path: Path, title: st
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
         figure.suptitle(title)
         plots.save(figure, path)
-        plt.close(figure)
