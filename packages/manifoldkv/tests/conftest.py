@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# Every shape annotation of these modules is checked at run time, in all tests that import them after this line. Kernels are
-# left out: Triton reads the source of its functions, which the hook would wrap. So is config: its own checks are the subject.
+# Every shape annotation of these modules is checked at run time, in all tests that import them after this line. Kernels
+# are left out: Triton reads the source of its functions, which the hook would wrap. So is config: its own checks are
+# the subject.
 _CHECKED = ("geometry", "rope", "scoring", "selection", "windows", "integrations.transformers")
 install_import_hook([f"manifoldkv.{name}" for name in _CHECKED], "beartype.beartype")
 
@@ -144,10 +145,10 @@ def tiny_bart():
 class Reference:
     """Eviction simulated on dense caches: nothing is removed, evicted keys are masked in a plain attention.
 
-    Written on plain tensors from the definition, sharing no code with the package; scores are float64 (so key norms, which
-    rotation leaves equal for equal tokens, make no good metric here: ties would be broken by rounding). While active (``with``), the model runs
-    with an attention function that, layer by layer, adds ``-inf`` where a key-value head has evicted a token, and
-    afterwards decides what this layer evicts. ``attended`` and ``kept`` record what happened.
+    Written on plain tensors from the definition, sharing no code with the package; scores are float64 (so key norms,
+    which rotation leaves equal for equal tokens, make no good metric here: ties would be broken by rounding). While
+    active (``with``), the model runs with an attention function that, layer by layer, masks what a key-value head has
+    evicted, and afterwards decides what this layer evicts. ``alive`` and ``evictions`` record what happened.
     """
 
     def __init__(self, model, *, metric, phase="prefill", budget=None, ratio=None, interval=128, n_sink=4, n_recent=32,
@@ -244,7 +245,9 @@ class Reference:
                       for h in range(key.shape[1])]  # fmt: skip
             kept = self._adaptive(scores, n) if self.adaptive else [_best(s, n) for s in scores]
             for head, indices in enumerate(kept):
-                self.alive[layer][row, head] = torch.zeros(length, dtype=torch.bool).index_fill(0, torch.tensor(indices, dtype=torch.long), True)
+                self.alive[layer][row, head] = torch.zeros(length, dtype=torch.bool).index_fill(
+                    0, torch.tensor(indices, dtype=torch.long), True
+                )
         self.evictions.append((layer, length, self.alive[layer].clone()))
 
     def _scores(self, key, stored, valid, n):
@@ -302,7 +305,8 @@ def reference():
 def _forward_steps(model, ids, mask, cache, tokens=None, steps=0, chunk=None):
     """Run the prompt (in chunks), then ``steps`` tokens, those of ``tokens`` or the greedy ones.
 
-    ``mask`` also covers what the cache holds already. Returns the logits of the prompt ``[B, T, V]``, of the steps ``[B, steps, V]`` and the tokens ``[B, steps]``.
+    ``mask`` also covers what the cache holds already. Returns the logits of the prompt ``[B, T, V]``, of the steps
+    ``[B, steps, V]`` and the tokens ``[B, steps]``.
     """
     import torch
 
@@ -344,13 +348,16 @@ def forward_steps():
 def prompt():
     """``prompt(rows, length, pads)``: token ids and, where any row is padded on the left, the mask.
 
-    No token twice in a row while the vocabulary lasts: equal tokens have equal norms, and rounding would break the ties.
+    No token twice in a row while the vocabulary lasts: equal tokens have equal norms, and rounding would break the
+    ties.
     """
     import torch
 
     def make(rows, length, pads=None, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        blocks = [torch.randperm(59, generator=generator)[: min(length, 59)] + 2 for _ in range(rows * (1 + length // 59))]
+        blocks = [
+            torch.randperm(59, generator=generator)[: min(length, 59)] + 2 for _ in range(rows * (1 + length // 59))
+        ]
         ids = torch.cat(blocks).view(rows, -1)[:, :length].contiguous()
         if pads is None:
             return ids, None

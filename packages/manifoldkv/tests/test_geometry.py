@@ -38,7 +38,7 @@ def mirrored_keys(seed: int = 0) -> torch.Tensor:
 
 
 def on_axis(radii: list[float]) -> torch.Tensor:
-    """Keys of the given radii near the first axis, each a little off it by its rank (so that the angle grows with it)."""
+    """Keys of the given radii near the first axis, each a little off it by its rank (the angle grows with it)."""
     rank = torch.tensor(radii).argsort().argsort().float()
     angle = 0.01 * (1 + rank)
     keys = torch.tensor(radii)[:, None] * torch.stack((angle.cos(), angle.sin()), dim=-1)
@@ -207,7 +207,12 @@ class TestModel:
         transformers = pytest.importorskip("transformers")
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
-            hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=32, vocab_size=64
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+            intermediate_size=32,
+            vocab_size=64,
         )
         return transformers.LlamaForCausalLM(config).eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -177,10 +178,12 @@ def test_equals_the_definition(metric, window, seed, length, padding):
                     edges.pop()
                 edges.append(len(own))
             expected = []
-            for a, z in zip(edges[:-1], edges[1:], strict=True):
+            for a, z in pairwise(edges):
                 expected += naive_head(own[a:z], own[a:z], cfg)
             assert scores[b, h, :pads].tolist() == [-INF] * pads
-            torch.testing.assert_close(scores[b, h, pads:].double(), torch.tensor(expected).double(), atol=5e-6, rtol=1e-4)
+            torch.testing.assert_close(
+                scores[b, h, pads:].double(), torch.tensor(expected).double(), atol=5e-6, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("metric", ["l2", "cosine", "cosine_mean"])
@@ -255,7 +258,9 @@ class TestEquivalences:
         keys = random_keys(1, 2, length, 16, seed=seed).float()
         for window in (None, 8):
             squared = score_keys(keys, paper("l2", window=window)).square()
-            torch.testing.assert_close(score_keys(keys, paper("decomposed", window=window)), squared, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                score_keys(keys, paper("decomposed", window=window)), squared, atol=1e-5, rtol=1e-5
+            )
 
     @pytest.mark.parametrize("metric", METRICS)
     @given(seed=st.integers(0, 10_000))
@@ -263,7 +268,9 @@ class TestEquivalences:
         keys = random_keys(1, 2, 25, 4, seed=seed).float()
         order = torch.randperm(25, generator=torch.Generator().manual_seed(seed))
         scores = score_keys(keys, paper(metric))
-        torch.testing.assert_close(score_keys(keys[:, :, order], paper(metric)), scores[..., order], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            score_keys(keys[:, :, order], paper(metric)), scores[..., order], atol=2e-6, rtol=1e-5
+        )
 
     @pytest.mark.parametrize("kind", ["tumbling", "sliding"])
     @pytest.mark.parametrize("metric", ["l2", "cosine", "cosine_mean"])
@@ -365,7 +372,9 @@ class TestFaultyKeys:
         assert scores[0, 1, 5] == -INF
         assert bool(scores.isfinite()[0, 0].all())
         if metric not in ("random", "streaming"):  # those go by place
-            torch.testing.assert_close(scores[0, 1, [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]], good[0, 1], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                scores[0, 1, [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]], good[0, 1], atol=1e-6, rtol=1e-5
+            )
         assert 5 not in select(scores, 11)[0, 1].tolist()
 
     @pytest.mark.parametrize("kind", ["tumbling", "sliding"])
@@ -386,7 +395,9 @@ class TestFaultyKeys:
     def test_a_head_without_one_finite_key(self, metric):
         keys = random_keys(2, 3, 12, 4)
         keys[1, 2] = math.nan
-        with pytest.raises(NonFiniteKeysError, match=r"^layer 7, key-value head 2: every key is NaN, infinite or too large") as caught:
+        with pytest.raises(
+            NonFiniteKeysError, match=r"^layer 7, key-value head 2: every key is NaN, infinite or too large"
+        ) as caught:
             score_keys(keys, paper(metric), layer=7)
         assert isinstance(caught.value, FloatingPointError)
         assert (caught.value.layer, caught.value.head) == caught.value.args == (7, 2)
@@ -546,7 +557,9 @@ class TestPreRotation:
 class TestBadInput:
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int64, torch.bool])
     def test_dtypes_that_have_no_geometry(self, dtype):
-        with pytest.raises(TypeError, match=rf"^keys of dtype {dtype} can't be scored; dequantise to one of torch.float32"):
+        with pytest.raises(
+            TypeError, match=rf"^keys of dtype {dtype} can't be scored; dequantise to one of torch.float32"
+        ):
             score_keys(torch.zeros(1, 1, 4, 2).to(dtype), paper("l2"))
 
     @pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 2, 4), (1, 1, 1, 2, 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ class TestPerWindow:
         chosen = select_per_window(scores, n, bounds)
         assert chosen.shape[-1] == min(n, length)
         assert bool((chosen.diff(dim=-1) > 0).all())  # ascending, none twice
-        quotas = window_quotas(min(n, length), [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+        quotas = window_quotas(min(n, length), [b - a for a, b in pairwise(bounds)])
         for a, b, quota in zip(bounds[:-1], bounds[1:], quotas, strict=True):
             assert ((chosen >= a) & (chosen < b)).sum(-1).unique().tolist() == [quota]
 

@@ -1,4 +1,4 @@
-"""``with compress(model, ...)``: generation on a compressed cache, the model left as it was, wrong use refused early."""
+"""``with compress(model, ...)``: generation on a compressed cache, the model left as it was, wrong use refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,13 @@ class TestGenerate:
         ids, mask = prompt(2, 27, pads=[0, 9])
         settings = SETTINGS | {"phase": "chunked"} | size
         explicit = reference(
-            model, metric="l2", phase="chunked", n_sink=1, n_recent=3, budget=size["budget"], ratio=size.get("compression_ratio")
+            model,
+            metric="l2",
+            phase="chunked",
+            n_sink=1,
+            n_recent=3,
+            budget=size["budget"],
+            ratio=size.get("compression_ratio"),
         )
         with explicit:
             _, _, tokens = forward_steps(model, ids, mask, explicit.cache(), steps=12, chunk=chunk)
@@ -83,7 +89,12 @@ class TestGenerate:
         with compress(model, **SETTINGS) as kv:
             torch.manual_seed(0)
             many = model.generate(
-                ids, attention_mask=mask, do_sample=True, num_return_sequences=3, max_new_tokens=6, return_dict_in_generate=True
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                num_return_sequences=3,
+                max_new_tokens=6,
+                return_dict_in_generate=True,
             )
         assert many.sequences.shape == (6, 32)
         assert isinstance(many.past_key_values, ManifoldCache)
@@ -152,7 +163,6 @@ class TestGenerate:
         assert got.tolist() == expected.tolist()
         assert model.config._attn_implementation == "sdpa"
 
-
     def test_a_cache_implementation_of_the_checkpoint_gives_way(self, tiny, prompt):
         """Gemma checkpoints ask for a hybrid static cache in their generation settings."""
         model = tiny("gemma3")
@@ -182,7 +192,9 @@ class TestForward:
             out = model(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))  # positional arguments
             assert isinstance(out.past_key_values, ManifoldCache)
             torch.testing.assert_close(out.logits, first)
-            steps = forward_steps(model, tokens[:, :1], torch.cat((mask, torch.ones(2, 1).long()), -1), out.past_key_values)
+            steps = forward_steps(
+                model, tokens[:, :1], torch.cat((mask, torch.ones(2, 1).long()), -1), out.past_key_values
+            )
         torch.testing.assert_close(steps[0][:, -1], later[:, 0])
 
     def test_the_mask_is_that_of_the_call_even_if_all_ones(self, tiny, prompt):
@@ -281,7 +293,10 @@ class TestRestoring:
         model = tiny("llama")
         ids, _ = prompt(1, 26)
         with compress(model, **SETTINGS) as kv:
-            with pytest.raises(RuntimeError, match=r"^this model is already inside compress\(\)"), compress(model, budget=5):
+            with (
+                pytest.raises(RuntimeError, match=r"^this model is already inside compress\(\)"),
+                compress(model, budget=5),
+            ):
                 pass
             model.generate(ids, **GREEDY)  # the outer one still works
             assert kv.stats()[0].stored_length == 21
@@ -319,7 +334,9 @@ class TestEncoderDecoder:
         arguments = GREEDY | {"attention_mask": mask, "num_beams": beams, "decoder_input_ids": start}
         explicit = reference(tiny_bart, **settings)
         with explicit:
-            dense = transformers.EncoderDecoderCache(explicit.cache(), transformers.DynamicCache(config=tiny_bart.config))
+            dense = transformers.EncoderDecoderCache(
+                explicit.cache(), transformers.DynamicCache(config=tiny_bart.config)
+            )
             expected = tiny_bart.generate(source, past_key_values=dense, **arguments)
         before = state(tiny_bart)
         with compress(tiny_bart, **settings) as kv:
@@ -403,7 +420,9 @@ class TestBadInput:
         empty = torch.zeros(1, 0, dtype=torch.long)
         with compress(model, **SETTINGS):
             for call in (lambda: model.generate(empty, **GREEDY), lambda: model.generate(input_ids=empty, **GREEDY)):
-                with pytest.raises(ValueError, match=r"^the prompt is empty \(shape \(1, 0\)\); give at least one token"):
+                with pytest.raises(
+                    ValueError, match=r"^the prompt is empty \(shape \(1, 0\)\); give at least one token"
+                ):
                     call()
             with pytest.raises(ValueError, match=r"^the prompt is empty \(shape \(1, 0\)\)"):
                 model(empty)
@@ -415,7 +434,10 @@ class TestBadInput:
         ids, _ = prompt(2, 12)
         mask = torch.ones_like(ids)
         mask[1, 9:] = 0
-        with compress(model, **SETTINGS), pytest.raises(ValueError, match=r"^attention_mask has 0 after 1 \(right padding"):
+        with (
+            compress(model, **SETTINGS),
+            pytest.raises(ValueError, match=r"^attention_mask has 0 after 1 \(right padding"),
+        ):
             model.generate(ids, attention_mask=mask, **GREEDY)
 
     def test_masks_of_another_form(self, tiny, prompt):
@@ -423,7 +445,9 @@ class TestBadInput:
         ids, _ = prompt(1, 12)
         square = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
         with compress(model, **SETTINGS):
-            with pytest.raises(ValueError, match=r"^attention_mask has shape \(1, 1, 12, 12\); compression needs the 2-D mask"):
+            with pytest.raises(
+                ValueError, match=r"^attention_mask has shape \(1, 1, 12, 12\); compression needs the 2-D mask"
+            ):
                 model(ids, attention_mask=square)
             with pytest.raises(ValueError, match=r"^attention_mask has type dict; compression needs the 2-D mask"):
                 model(ids, attention_mask={"full_attention": square})
@@ -472,7 +496,10 @@ class TestBadInput:
     def test_a_split_prompt_without_budget_while_decoding(self, tiny, prompt):
         model = tiny("llama")
         settings = SETTINGS | {"budget": None, "compression_ratio": 0.5, "phase": "decode"}
-        with compress(model, **settings), pytest.raises(ValueError, match=r"but phase='decode' takes its share of the whole"):
+        with (
+            compress(model, **settings),
+            pytest.raises(ValueError, match=r"but phase='decode' takes its share of the whole"),
+        ):
             model.generate(prompt(1, 26)[0], prefill_chunk_size=8, **GREEDY)
         with compress(model, **settings) as kv:  # one chunk is no split
             model.generate(prompt(1, 26)[0], prefill_chunk_size=26, **GREEDY)
@@ -494,7 +521,10 @@ class TestBadInput:
         with torch.no_grad():
             weight[8:] = torch.nan
         try:
-            with compress(model, **SETTINGS), pytest.raises(FloatingPointError, match=r"^layer 1, key-value head 1: every key is"):
+            with (
+                compress(model, **SETTINGS),
+                pytest.raises(FloatingPointError, match=r"^layer 1, key-value head 1: every key is"),
+            ):
                 model.generate(prompt(1, 26)[0], **GREEDY)
         finally:
             with torch.no_grad():

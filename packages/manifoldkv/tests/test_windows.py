@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,7 +40,7 @@ def test_bounds_worked_by_hand(length, window, bounds):
 @given(st.integers(1, 500), st.integers(2, 60))
 def test_bounds_cover_everything_in_windows_of_the_right_size(length, window):
     bounds = tumbling_bounds(length, window)
-    sizes = [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    sizes = [b - a for a, b in pairwise(bounds)]
     assert (bounds[0], bounds[-1]) == (0, length)
     assert all(size == window for size in sizes[:-1])
     if len(sizes) > 1:

@@ -44,16 +44,18 @@ class KVConfig:
             gives each window its proportional share of the budget.
         centroid: ``"all"`` averages every valid key (the paper's rule), ``"evictable"`` leaves the protected ones out.
         n_sink, n_recent: number of first and of last valid tokens that are always kept, inside the budget. Where the
-            budget is smaller than both together, the recent ones win, then the earliest sinks. 0 and 0 is the paper's rule.
+            budget is smaller than both together, the recent ones win, then the earliest sinks. 0 and 0 is the paper's
+            rule.
         space: score the keys as cached (``"post"``, after rotary embedding) or un-rotated (``"pre"``).
-        head_budget: ``"uniform"`` keeps the same number in every head, ``"adaptive"`` shares a layer's budget among its heads.
+        head_budget: ``"uniform"`` keeps the same number in every head, ``"adaptive"`` shares a layer's budget among its
+            heads.
         phase: when to evict: once after the prompt (``"prefill"``), after each chunk of a prompt (``"chunked"``), while
             decoding (``"decode"``), or after the prompt and while decoding (``"both"``).
         interval: while decoding, evict whenever ``interval`` tokens more than the budget are stored; >= 1.
         seed: of the ``"random"`` metric.
         lambda_rad, lambda_ang, rho0, rho_x: weights and references of the ``"decomposed"`` metric. ``rho0`` is
-            ``"centroid"`` (norm of the centroid) or ``"mean"`` (mean key norm), ``rho_x`` is ``"self"`` (each key's own norm)
-            or ``"mean"``. The defaults give the squared L2 distance exactly; ``rho0 = rho_x = "mean"`` is the
+            ``"centroid"`` (norm of the centroid) or ``"mean"`` (mean key norm), ``rho_x`` is ``"self"`` (each key's own
+            norm) or ``"mean"``. The defaults give the squared L2 distance exactly; ``rho0 = rho_x = "mean"`` is the
             radius-calibrated form.
         per_layer: with ``metric="auto"``, choose for each layer by itself rather than once for the model.
 
@@ -125,7 +127,8 @@ class KVConfig:
             raise ValueError("kind='sliding' needs window=N (tokens); or use kind='tumbling'")
         if self.centroid != "all":
             raise ValueError(
-                f"kind='sliding' averages every key of its window, so centroid={self.centroid!r} has no meaning; use centroid='all'"
+                f"kind='sliding' averages every key of its window, so centroid={self.centroid!r} has no meaning; "
+                "use centroid='all'"
             )
         if self.metric == "decomposed":
             raise ValueError("metric='decomposed' needs tumbling windows: use kind='tumbling'")

@@ -1,9 +1,9 @@
 """Which metric suits a model: the geometry of its key norms and directions.
 
-The paper (arXiv 2602.08343) says that the best metric depends on key-norm geometry; its exact guideline isn't public. The rule
-here follows from the identity ``||k - mu||^2 = (rho - m)^2 + 2 rho m (1 - cos theta)`` with ``rho = ||k||`` and ``m = ||mu||``:
-L2 adds what the radius says to what the angle says. It wins where the radius carries signal (a heavy upper tail of norms, or
-radius and angle voting the same way) and loses where the two disagree.
+The paper (arXiv 2602.08343) says that the best metric depends on key-norm geometry; its exact guideline isn't public.
+The rule here follows from the identity ``||k - mu||^2 = (rho - m)^2 + 2 rho m (1 - cos theta)`` with ``rho = ||k||``
+and ``m = ||mu||``: L2 adds what the radius says to what the angle says. It wins where the radius carries signal (a
+heavy upper tail of norms, or radius and angle voting the same way) and loses where the two disagree.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def diagnose(
         rule: other constants than the defaults.
 
     Raises:
-        ValueError: fewer than 12 tokens (:class:`TooFewTokensError`), or a model whose cache holds no full-attention keys.
+        ValueError: fewer than 12 tokens (:class:`TooFewTokensError`), or a model whose cache holds no full-attention
+            keys.
     """
     with torch.no_grad():
         output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True)
@@ -136,7 +137,7 @@ def diagnose_keys(
     mask: Shaped[Tensor, "batch tokens"] | None = None,
     rule: DiagnoseRule | None = None,
 ) -> Diagnosis:
-    """:func:`diagnose` on keys already at hand, one tensor a layer. The first 4 valid tokens of each row are left out."""
+    """:func:`diagnose` on keys at hand, one tensor a layer. The first 4 valid tokens of each row are left out."""
     if not layers:
         raise ValueError("no layers given: diagnose needs the keys of at least one")
     rule = rule or DiagnoseRule()
@@ -165,7 +166,8 @@ def _head_statistics(keys: Tensor, mask: Tensor | None) -> list[Tensor]:
             found.append(_row_statistics(valid[:, SKIPPED_TOKENS:].float()))
     if not found:
         raise TooFewTokensError(
-            f"{keys.shape[2]} tokens are too few to diagnose; give at least {SKIPPED_TOKENS + _LEAST_TOKENS} valid ones a row"
+            f"{keys.shape[2]} tokens are too few to diagnose; give at least {SKIPPED_TOKENS + _LEAST_TOKENS} valid "
+            "ones a row"
         )
     return found
 

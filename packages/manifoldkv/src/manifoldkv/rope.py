@@ -27,7 +27,7 @@ class Rotary:
     def undo(
         self, keys: Float[Tensor, "batch heads tokens dim"], positions: Int64[Tensor, "*rows tokens"]
     ) -> Float[Tensor, "batch heads tokens dim"]:
-        """Keys before rotation: ``k_pre = (k cos(p f) - rotate_half(k) sin(p f)) / scaling`` with ``p`` the logical position.
+        """Keys before rotation: ``k_pre = (k cos(p f) - rotate_half(k) sin(p f)) / scaling``, ``p`` the position.
 
         Only the rotary dimensions (the first ``2 len(inv_freq)``) change. ``positions`` broadcasts to ``[B, H, T]``.
         Returns float32.

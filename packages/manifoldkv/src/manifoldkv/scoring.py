@@ -21,7 +21,7 @@ _CHUNK_BYTES = 4 << 20  # of float32 work at a time: stays in a core's cache and
 
 
 class NonFiniteKeysError(FloatingPointError):
-    """Every valid key of a head is NaN, infinite or too large to be squared in float32. Attributes: ``layer``, ``head``."""
+    """Every valid key of a head is NaN, infinite or too large for float32. Attributes: ``layer``, ``head``."""
 
     def __init__(self, layer: int, head: int):
         super().__init__(layer, head)
@@ -58,12 +58,12 @@ def score_keys(
 
     Args:
         keys: ``[B, H, T, D]``, float32, bfloat16, float16 or float64, any strides. One score per key-value head.
-        cfg: metric, windows and protection. Protected tokens (the first ``n_sink`` and the last ``n_recent`` valid ones)
-            score ``+inf``, as many of them as fit into the number of kept tokens.
+        cfg: metric, windows and protection. Protected tokens (the first ``n_sink`` and the last ``n_recent`` valid
+            ones) score ``+inf``, as many of them as fit into the number of kept tokens.
         mask: ``[B, T]``, bool or 0/1, true where valid; padding scores ``-inf`` and doesn't enter any centroid.
         n: tokens that will be kept, where it isn't ``cfg.keep_count(T)``.
-        positions: logical position of each key among its row's valid tokens, where earlier ones were evicted. Used to find
-            the sinks and to un-rotate; default: order of the valid tokens.
+        positions: logical position of each key among its row's valid tokens, where earlier ones were evicted. Used to
+            find the sinks and to un-rotate; default: order of the valid tokens.
         rotary: the model's rotation, needed with ``space="pre"``.
         layer: of the model, named in errors and mixed into the ``"random"`` seed.
 
@@ -141,7 +141,7 @@ def _protected(
 
 
 def _evictable(kept: Tensor | None, mask: Tensor | None, keys: Tensor) -> Tensor | None:
-    """Keys that may enter the centroid under ``centroid="evictable"``: ``[B, H, T]``; all valid ones where all are kept."""
+    """Keys that enter the centroid under ``centroid="evictable"``, ``[B, H, T]``; all valid ones where all are kept."""
     if kept is None:
         return mask
     valid = torch.ones_like(kept) if mask is None else mask[:, None].expand_as(kept)

@@ -59,9 +59,9 @@ def select_per_window(
 ) -> Int64[Tensor, "batch heads kept"]:
     """Like :func:`select`, but each window keeps its proportional share of ``n``.
 
-    Window ``j`` of ``w_j`` tokens keeps ``floor(n w_j / T)``; what remains goes to the largest fractional parts, of equal
-    ones to the earlier window. Protected tokens (``+inf``) stay whatever their window's share; a window with more of them
-    than its share takes the difference from the others.
+    Window ``j`` of ``w_j`` tokens keeps ``floor(n w_j / T)``; what remains goes to the largest fractional parts, of
+    equal ones to the earlier window. Protected tokens (``+inf``) stay whatever their window's share; a window with more
+    of them than its share takes the difference from the others.
 
     Args:
         scores: ``[B, H, T]``; the same tokens must be protected in every head and row.
@@ -111,9 +111,9 @@ def select_adaptive(
 ) -> Bool[Tensor, "batch heads tokens"]:
     """Share a layer's ``H n`` tokens among its heads by z-normalised score (the rule of Ada-KV, arXiv 2407.11550).
 
-    Within each batch row the scores of each head are brought to mean 0 and standard deviation 1 over their finite values; the
-    best ``H n`` of all heads together are kept, but every head keeps at least ``ceil(floor n)`` of its own best.
-    ``+inf`` (protected) is kept first and ``-inf`` (padding) last, as in :func:`select`.
+    Within each batch row the scores of each head are brought to mean 0 and standard deviation 1 over their finite
+    values; the best ``H n`` of all heads together are kept, but every head keeps at least ``ceil(floor n)`` of its own
+    best. ``+inf`` (protected) is kept first and ``-inf`` (padding) last, as in :func:`select`.
 
     Returns:
         bool ``[B, H, T]``, true where kept: ``H n`` tokens a row, in numbers that differ from head to head.
@@ -131,15 +131,6 @@ def select_adaptive(
     own = keep_mask(scores, least) if least else torch.zeros_like(finite)
     ranked = z.masked_fill(own, torch.inf).view(batch, heads * length)
     return keep_mask(ranked, heads * n).view(batch, heads, length)
-
-
-def take(tensor: Float[Tensor, "batch heads tokens dim"], indices: Int64[Tensor, "batch heads kept"]) -> Tensor:
-    """Rows ``indices`` of each head, as a new tensor ``[B, H, n, D]``."""
-    batch, heads, length, dim = tensor.shape
-    if not tensor.is_contiguous():
-        return tensor.gather(2, indices[..., None].expand(-1, -1, -1, dim))
-    offset = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
-    return tensor.view(-1, dim).index_select(0, (indices + offset).flatten()).view(batch, heads, indices.shape[-1], dim)
 
 
 def check_mask(mask: Tensor, batch: int, length: int) -> Bool[Tensor, "batch tokens"]:

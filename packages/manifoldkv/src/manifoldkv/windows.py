@@ -1,6 +1,7 @@
 """Windows of consecutive keys, each with a centroid of its own (WindowedManifoldKV, arXiv 2602.08343).
 
-One centroid over a very long context is the mean of many topics and far from every key; a centroid per window stays local.
+One centroid over a very long context is the mean of many topics and far from every key; a centroid per window stays
+local.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 def tumbling_bounds(length: int, window: int | None) -> list[int]:
     """Window starts followed by ``length``: ``[0, window, 2 window, ..., length]``.
 
-    A last window shorter than ``window / 2`` joins the one before. ``window=None`` or ``length <= window`` is one window.
+    A last window shorter than ``window / 2`` joins the one before. ``window=None`` or ``length <= window`` is one
+    window.
     """
     if window is None or length <= window:
         return [0, length]
@@ -30,9 +32,9 @@ def sliding_centroids(
 ) -> Iterator[tuple[int, int, Float[Tensor, "batch heads chunk dim"]]]:
     """Mean of the trailing ``window`` keys at each token, chunk by chunk: yields ``(start, stop, centroids)``.
 
-    ``c_i = (1/window) sum_{j=i-window+1..i} k_j``. The first ``window`` tokens share the first full window's mean; fewer
-    tokens than ``window`` share the mean of all. Running sums are float64, so that the difference of two long prefix sums
-    keeps the precision of a direct sum; memory is one chunk.
+    ``c_i = (1/window) sum_{j=i-window+1..i} k_j``. The first ``window`` tokens share the first full window's mean;
+    fewer tokens than ``window`` share the mean of all. Running sums are float64, so that the difference of two long
+    prefix sums keeps the precision of a direct sum; memory is one chunk.
 
     Args:
         keys: finite keys ``[B, H, T, D]``, any float dtype.

@@ -45,8 +45,8 @@ class UnsupportedModelError(ValueError):
 class MetricChoice:
     """The metric of a model or of each layer; with ``"auto"``, chosen from the first prompt's own keys.
 
-    Kept across caches by :func:`manifoldkv.compress`, so that all prompts inside one ``with`` use the same metric once a
-    prompt long enough has been seen.
+    Kept across caches by :func:`manifoldkv.compress`, so that all prompts inside one ``with`` use the same metric once
+    a prompt long enough has been seen.
     """
 
     def __init__(self, cfg: KVConfig, rule: DiagnoseRule | None = None):
@@ -85,20 +85,22 @@ class MetricChoice:
 class ManifoldCache(Cache):
     """Drop-in ``past_key_values`` that keeps ``n`` tokens per key-value head of every full-attention layer.
 
-    Layers that are sliding, chunked or linear by the model's ``layer_types`` keep transformers' own class. No hooks: pass it
-    to ``forward`` or ``generate``. A cache serves one batch; make a fresh one for the next.
+    Layers that are sliding, chunked or linear by the model's ``layer_types`` keep transformers' own class. No hooks:
+    pass it to ``forward`` or ``generate``. A cache serves one batch; make a fresh one for the next.
 
     Args:
         config: of the model (or of its decoder).
         cfg: what to keep; ``compression_ratio`` or ``budget`` must be set.
-        padding_mask: ``[B, T]`` of a left-padded batch, 1 where valid. :func:`manifoldkv.compress` reads it from the call.
+        padding_mask: ``[B, T]`` of a left-padded batch, 1 where valid. :func:`manifoldkv.compress` reads it from the
+            call.
         choice: shared metric choice, used by :func:`manifoldkv.compress`.
         per_head: the caller runs the model with the per-head attention that ``head_budget="adaptive"`` needs; set by
             :func:`manifoldkv.compress`.
         trace: keep each layer's scores at the first eviction, for ``explain``.
 
     Raises:
-        UnsupportedModelError: no full-attention layer, latent (MLA) or indexed attention, or a bias by slot (ALiBi, T5).
+        UnsupportedModelError: no full-attention layer, latent (MLA) or indexed attention, or a bias by slot (ALiBi,
+            T5).
         ValueError: neither ratio nor budget, or a budget beyond the model's context.
     """
 
@@ -160,7 +162,7 @@ class ManifoldCache(Cache):
         self.padding_mask = None if bool(valid.all()) else valid
 
     def _padding_of_step(self, start: int, step: int, keys: Tensor) -> Tensor | None:
-        """Padding slots per row among the columns ``[start, start + step)``; ``None`` where the batch has no padding."""
+        """Padding slots per row among the columns ``[start, start + step)``; ``None`` where there is no padding."""
         if self.padding_mask is None:
             return None
         if self.padding_mask.shape[0] != keys.shape[0]:
@@ -221,11 +223,12 @@ class ManifoldCache(Cache):
     ) -> ManifoldCache:
         """Compress a prompt that was prefilled into a ``DynamicCache``, which stays as it is.
 
-        The result equals a prefill into a :class:`ManifoldCache`, since eviction runs after the prompt's attention; so one
-        prefill serves any number of settings.
+        The result equals a prefill into a :class:`ManifoldCache`, since eviction runs after the prompt's attention; so
+        one prefill serves any number of settings.
 
         Args:
-            choose: another rule than the metric: ``(layer index, keys [B, H, T, D])`` to ascending indices ``[B, H, n]``.
+            choose: another rule than the metric: from ``(layer index, keys [B, H, T, D])`` to ascending indices
+                ``[B, H, n]``.
             label: what ``stats`` calls that rule.
         """
         cache = cls(config, cfg, padding_mask, choice)
@@ -322,14 +325,14 @@ def check_supported(decoder: PreTrainedConfig, cfg: KVConfig) -> None:
     context = getattr(decoder, "max_position_embeddings", None)
     if cfg.budget is not None and isinstance(context, int) and cfg.budget > context:
         raise ValueError(
-            f"budget={cfg.budget} is larger than the model's context of {context} tokens, so nothing would ever be evicted; "
-            f"give a budget in [1, {context}]"
+            f"budget={cfg.budget} is larger than the model's context of {context} tokens, so nothing would ever be "
+            f"evicted; give a budget in [1, {context}]"
         )
     kind = decoder.model_type
     if kind in _BY_SLOT or getattr(decoder, "alibi", False):
         raise UnsupportedModelError(
-            f"{kind}: attention depends on the slot of a key (ALiBi, relative buckets or a local window), which eviction "
-            "would shift"
+            f"{kind}: attention depends on the slot of a key (ALiBi, relative buckets or a local window), which "
+            "eviction would shift"
         )
     if kind in _WITHOUT_CACHE or getattr(decoder, "num_hidden_layers", None) is None:
         raise UnsupportedModelError(
@@ -349,7 +352,8 @@ def check_supported(decoder: PreTrainedConfig, cfg: KVConfig) -> None:
             raise UnsupportedModelError(f"{kind}, layer {index}: cache type {name!r} holds more than keys and values")
     if "full_attention" not in types:
         raise UnsupportedModelError(
-            f"{kind} has no full-attention layer (its layers are {', '.join(sorted(set(types)))}): there is nothing to compress"
+            f"{kind} has no full-attention layer (its layers are {', '.join(sorted(set(types)))}): there is nothing to "
+            "compress"
         )
 
 

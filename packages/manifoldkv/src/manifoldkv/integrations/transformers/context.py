@@ -14,7 +14,12 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from manifoldkv.config import KVConfig
 from manifoldkv.geometry import Diagnosis
-from manifoldkv.integrations.transformers.cache import ManifoldCache, MetricChoice, UnsupportedModelError, check_supported
+from manifoldkv.integrations.transformers.cache import (
+    ManifoldCache,
+    MetricChoice,
+    UnsupportedModelError,
+    check_supported,
+)
 from manifoldkv.integrations.transformers.explain import Explanation, explain
 from manifoldkv.integrations.transformers.layer import LayerStats
 from manifoldkv.integrations.transformers.ragged import CURRENT, register_attention
@@ -32,18 +37,19 @@ def compress(model: nn.Module, cfg: KVConfig | None = None, *, trace: bool = Fal
             out = model.generate(**inputs)
         print(kv.stats())
 
-    Works for ``model.generate``, pipelines on top of it, and bare ``model(...)`` calls; a call that brings no cache (or an
-    empty ``DynamicCache``) gets a fresh :class:`ManifoldCache`, one that brings a ``ManifoldCache`` keeps it. Left-padded batches
-    are served from the call's ``attention_mask``.
+    Works for ``model.generate``, pipelines on top of it, and bare ``model(...)`` calls; a call that brings no cache (or
+    an empty ``DynamicCache``) gets a fresh :class:`ManifoldCache`, one that brings a ``ManifoldCache`` keeps it.
+    Left-padded batches are served from the call's ``attention_mask``.
 
     Args:
-        model: a transformers decoder or encoder-decoder (whose cross-attention stays untouched), or a PEFT wrapper of one.
+        model: a transformers decoder or encoder-decoder (whose cross-attention stays untouched), or a PEFT wrapper of
+            one.
         cfg: a :class:`KVConfig`; or give its fields as keyword arguments.
         trace: keep the scores of the prompt (12 bytes a token and head), so that ``kv.explain`` can show them.
 
     Raises:
-        ValueError: no ratio and no budget, a value out of range, an unsupported model (:class:`UnsupportedModelError`); and,
-            inside: an empty prompt, right padding, a 4-D mask, another kind of cache, assisted generation.
+        ValueError: no ratio and no budget, a value out of range, an unsupported model (:class:`UnsupportedModelError`);
+            and, inside: an empty prompt, right padding, a 4-D mask, another kind of cache, assisted generation.
         RuntimeError: the model is already inside a ``compress``.
     """
     if cfg is not None and settings:
@@ -66,7 +72,9 @@ class Compression:
             raise TypeError(f"cfg must be a KVConfig, not {type(cfg).__name__}")
         accepted = inspect.signature(self.model.forward).parameters
         if "input_ids" in accepted and "past_key_values" not in accepted:
-            raise UnsupportedModelError(f"{type(self.model).__name__} takes no past_key_values: there is nothing to compress")
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} takes no past_key_values: there is nothing to compress"
+            )
         self.cfg = cfg
         self._config = self.model.config.get_text_config(decoder=True)
         check_supported(self._config, cfg)
@@ -82,8 +90,9 @@ class Compression:
         used = self.model.config._attn_implementation
         if used != "sdpa" or getattr(self._config, "attn_logit_softcapping", None):
             raise ValueError(
-                f"head_budget='adaptive' masks each head by itself and needs plain attention with attn_implementation='sdpa', "
-                f"not {used!r}{' with soft-capping' if used == 'sdpa' else ''}; use head_budget='uniform'"
+                f"head_budget='adaptive' masks each head by itself and needs plain attention with "
+                f"attn_implementation='sdpa', not {used!r}{' with soft-capping' if used == 'sdpa' else ''}; "
+                "use head_budget='uniform'"
             )
         if self.model.config.is_encoder_decoder:
             raise ValueError(
@@ -109,7 +118,9 @@ class Compression:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._undo.close()
 
     def _install_per_head_attention(self, undo: ExitStack) -> None:
@@ -162,7 +173,11 @@ class Compression:
         phase = self.cfg.phase
         if size >= length or phase == "chunked" or (phase == "decode" and self.cfg.budget is not None):
             return
-        why = "takes its share of the whole; use a budget" if phase == "decode" else "evicts once after all of it; use prefill in one go"
+        why = (
+            "takes its share of the whole; use a budget"
+            if phase == "decode"
+            else "evicts once after all of it; use prefill in one go"
+        )
         raise ValueError(f"prefill_chunk_size={size} splits the prompt, but phase={phase!r} {why}, or phase='chunked'")
 
     # -- each forward -------------------------------------------------------------------------------------------------
@@ -191,6 +206,10 @@ class Compression:
     def _cache_for(self, given: Any) -> tuple[Cache, ManifoldCache]:
         """The cache to run with and the compressed cache in it."""
         if isinstance(given, ManifoldCache):
+            if given.cfg.head_budget == "adaptive" != self.cfg.head_budget:
+                raise ValueError(
+                    "the given cache has budgets per head; run it inside compress(model, head_budget='adaptive', ...)"
+                )
             return given, given
         if isinstance(given, EncoderDecoderCache):
             if not isinstance(given.self_attention_cache, ManifoldCache):
@@ -204,13 +223,13 @@ class Compression:
     def _replacement(self, given: Any) -> ManifoldCache:
         if given is not None and type(given) is not DynamicCache:
             raise ValueError(
-                f"{type(given).__name__} can't be compressed; pass no past_key_values, a DynamicCache that is still empty, "
-                "or a ManifoldCache"
+                f"{type(given).__name__} can't be compressed; pass no past_key_values, a DynamicCache that is still "
+                "empty, or a ManifoldCache"
             )
         if given is not None and given.get_seq_length() > 0:
             raise ValueError(
-                f"past_key_values already holds {given.get_seq_length()} tokens uncompressed; start inside compress() with no "
-                "cache, or pass a ManifoldCache"
+                f"past_key_values already holds {given.get_seq_length()} tokens uncompressed; start inside compress() "
+                "with no cache, or pass a ManifoldCache"
             )
         per_head = self.cfg.head_budget == "adaptive"
         return ManifoldCache(self._config, self.cfg, choice=self.choice, per_head=per_head, trace=self._trace)

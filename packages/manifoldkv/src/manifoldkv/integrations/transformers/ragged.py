@@ -1,8 +1,8 @@
 """Per-head budgets: each head of a layer keeps a number of tokens of its own.
 
 Heads are stored in one rectangle as wide as the fullest head, the others filled up in front; so the memory of a layer
-follows its fullest head. The stock mask knows one length for all heads; inside ``compress`` an attention function puts a
-mask per head in its place.
+follows its fullest head. The stock mask knows one length for all heads; inside ``compress`` an attention function puts
+a mask per head in its place.
 """
 
 from __future__ import annotations
@@ -20,20 +20,31 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from manifoldkv.config import KVConfig
 from manifoldkv.integrations.transformers.explain import Trace
 from manifoldkv.integrations.transformers.layer import ManifoldLayer
+from manifoldkv.kernels import gather_kv
 from manifoldkv.scoring import score_keys
-from manifoldkv.selection import select_adaptive, take
+from manifoldkv.selection import select_adaptive
 
 ATTENTION = "manifoldkv_per_head"
 CURRENT: ContextVar[Any] = ContextVar("manifoldkv_current_cache", default=None)
 
 
 class RaggedLayer(ManifoldLayer):
-    """A full-attention layer whose heads share ``H n`` tokens; ``front[b, h]`` slots before each head's own are empty."""
+    """A full-attention layer whose heads share ``H n`` tokens; ``front[b, h]`` slots before a head's own are empty."""
 
     def _clear(self) -> None:
         super()._clear()
         self.front: Int64[Tensor, "batch heads"] | None = None
         self.step_front: Int64[Tensor, "batch heads"] | None = None  # of what the current step attends
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As :meth:`ManifoldLayer.update`; the heads must be attended with a mask each once they differ in length."""
+        running = CURRENT.get()
+        if self.front is not None and (running is None or self not in running.layers):
+            raise ValueError(
+                "this cache has budgets per head, which need an attention with a mask per head: run the model inside "
+                "compress(model, head_budget='adaptive', ...)"
+            )
+        return super().update(key_states, value_states, *args, **kwargs)
 
     def fill(self) -> int:
         """Mean number of tokens a head holds, of the fullest row."""
@@ -53,7 +64,7 @@ class RaggedLayer(ManifoldLayer):
             keep.int().argsort(dim=-1, stable=True)[..., -width:] if width else keep.nonzero().view(*keep.shape[:2], 0)
         )
         positions = self.stored_positions().gather(-1, indices)
-        self.keys, self.values = take(self.keys, indices), take(self.values, indices)
+        self.keys, self.values = gather_kv(self.keys, self.values, indices, check=False)
         self.front, self.pads = width - counts, None
         self.positions = positions.where(self.head_mask(), -1)
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 FORMAT = "manifoldkv-cache-1"
 _TENSORS = ("keys", "values", "positions", "pads", "padded", "front")
-_NUMBERS = ("logical", "evictions", "metric_used", "_decode_budget")
+_FULL = ("logical", "evictions", "metric_used", "_decode_budget")  # beside the tensors, of a compressed layer
+_SLIDING = ("cumulative_length",)
+_ROPE = ("rope_type", "rope_theta", "factor")
 
 
 class CacheFormatError(ValueError):
@@ -44,9 +46,9 @@ def save_cache(cache: ManifoldCache, path: str | Path) -> Path:
                 f"layer {index} holds nothing yet: run the prompt through the model before saving its cache"
             )
         if isinstance(layer, ManifoldLayer):
-            layers.append({name: getattr(layer, name) for name in _NUMBERS})
+            layers.append({name: getattr(layer, name) for name in _FULL})
         elif isinstance(layer, DynamicSlidingWindowLayer):
-            layers.append({"cumulative_length": layer.cumulative_length})
+            layers.append({name: getattr(layer, name) for name in _SLIDING})
         else:
             raise ValueError(f"layer {index} is a {type(layer).__name__}; only full and sliding attention can be saved")
         for name in _TENSORS:
@@ -57,6 +59,7 @@ def save_cache(cache: ManifoldCache, path: str | Path) -> Path:
         tensors["padding_mask"] = cache.padding_mask.contiguous()
     header = {"format": FORMAT, "model": fingerprint(cache.model_config), "cfg": asdict(cache.cfg), "layers": layers}
     header["dtype"] = str(cache.layers[0].keys.dtype)
+    header["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"manifoldkv": json.dumps(header)})
     return Path(path)
@@ -72,7 +75,8 @@ def load_cache(path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | 
 
     Raises:
         FileNotFoundError: no such file.
-        CacheFormatError: not a saved cache, damaged, or of another model (type, layers, heads, head size, rotary base, dtype).
+        CacheFormatError: not a saved cache, damaged, or of another model (type, layers, heads, head size, rotary base,
+            dtype).
     """
     header, tensors = _read(Path(path))
     decoder = config.get_text_config(decoder=True)
@@ -82,29 +86,52 @@ def load_cache(path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | 
     try:
         cache = ManifoldCache(decoder, KVConfig(**header["cfg"]), per_head=header["cfg"]["head_budget"] == "adaptive")
         for index, (layer, numbers) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-            layer.lazy_initialization(tensors[f"{index}.keys"], tensors[f"{index}.values"])
-            for name, value in numbers.items():
-                setattr(layer, name, value)
-            for name in _TENSORS:
-                if f"{index}.{name}" in tensors:
-                    setattr(layer, name, tensors[f"{index}.{name}"])
+            _restore(layer, numbers, {name: tensors.get(f"{index}.{name}") for name in _TENSORS})
     except (KeyError, TypeError, ValueError) as error:
         raise CacheFormatError(f"{path}: the saved cache is incomplete ({error}); save it again") from error
     cache.padding_mask = tensors.get("padding_mask")
     return cache
 
 
+def _restore(layer: Any, numbers: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
+    """Fill a fresh layer. Sets what a saved layer has and nothing else, whatever the file says."""
+    if tensors["keys"] is None or tensors["values"] is None:
+        raise ValueError("a layer without keys and values")
+    layer.lazy_initialization(tensors["keys"], tensors["values"])
+    for name in _FULL if isinstance(layer, ManifoldLayer) else _SLIDING:
+        value = numbers[name]
+        if name == "metric_used":
+            if not isinstance(value, str):
+                raise ValueError(f"{name} {value!r}")
+        elif not (isinstance(value, int) and value >= 0) and not (name == "_decode_budget" and value is None):
+            raise ValueError(f"{name} {value!r}")
+        setattr(layer, name, value)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(layer, name, tensor)
+
+
 def fingerprint(config: PreTrainedConfig) -> dict[str, Any]:
     """What must agree for a cache to make sense in a model."""
-    rope = getattr(config, "rope_parameters", None) or {}
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return {
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "key_value_heads": heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "rope_theta": rope.get("rope_theta"),
+        "rope": _rope(getattr(config, "rope_parameters", None) or {}),
         "vocab_size": config.vocab_size,
+    }
+
+
+def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Type, base and factor of the rotation; some models have one a kind of layer."""
+    kinds = {kind: own for kind, own in parameters.items() if isinstance(own, dict)} or {"": parameters}
+    return {
+        f"{kind} {name}".strip(): own[name]
+        for kind, own in sorted(kinds.items())
+        for name in _ROPE
+        if own.get(name) is not None
     }
 
 
@@ -119,15 +146,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CacheFormatError(f"{path} is damaged or no safetensors file ({error}); save the cache again") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise CacheFormatError(f"{path} is a safetensors file, but not a cache saved by this version ({FORMAT})")
+    if header.get("shapes") != {name: list(tensor.shape) for name, tensor in tensors.items()}:
+        raise CacheFormatError(f"{path}: the saved cache is incomplete (tensors are missing or cut); save it again")
     return header, tensors
 
 
-def _check_fits(header: dict[str, Any], model: dict[str, Any], dtype: torch.dtype | None, path: str | Path) -> None:
-    saved = dict(header.get("model") or {})
+def _check_fits(
+    header: dict[str, Any], model: dict[str, Any], dtype: torch.dtype | str | None, path: str | Path
+) -> None:
+    saved = header.get("model")
+    if not isinstance(saved, dict):
+        raise CacheFormatError(f"{path}: the saved cache doesn't say which model it is of; save it again")
     wrong = [
         f"{name} {saved.get(name)} instead of {value}" for name, value in model.items() if saved.get(name) != value
     ]
-    if dtype is not None and header.get("dtype") != str(dtype):
-        wrong.append(f"dtype {header.get('dtype')} instead of {dtype}")
+    wanted = f"torch.{dtype}" if isinstance(dtype, str) else str(dtype)  # a config holds the name, once it was saved
+    if dtype is not None and header.get("dtype") != wanted:
+        wrong.append(f"dtype {header.get('dtype')} instead of {wanted}")
     if wrong:
         raise CacheFormatError(f"{path} was saved from another model: {'; '.join(wrong)}")
