@@ -1,6 +1,7 @@
 """What the paper and its users compare with: other rules for which cached tokens stay.
 
-KeyDiff, key norm, StreamingLLM and random selection are metrics of :func:`manifoldkv.score_keys`; SnapKV needs the queries.
+KeyDiff, key norm, StreamingLLM and random selection are metrics of :func:`manifoldkv.score_keys`; SnapKV needs the
+queries.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def snapkv_scores(
 ) -> Float[Tensor, "batch kv_heads tokens"]:
     """SnapKV (arXiv 2404.14469): attention that the last queries pay to each earlier key.
 
-    ``s_j = avgpool_kernel(mean_{i in window} softmax_j(q_i . k_j / sqrt(d)))``, causal inside the window, averaged over the query
-    heads of each key-value head. The window's own tokens score ``+inf``: they are always kept.
+    ``s_j = avgpool_kernel(mean_{i in window} softmax_j(q_i . k_j / sqrt(d)))``, causal inside the window, averaged over
+    the query heads of each key-value head. The window's own tokens score ``+inf``: they are always kept.
 
     Args:
         keys: rotated keys of the prompt.
@@ -54,7 +55,8 @@ def snapkv_scores(
         scaling: factor on ``q . k``; default ``1 / sqrt(dim)``.
 
     Raises:
-        ValueError: the window isn't shorter than the prompt, or the query heads aren't a multiple of the key-value heads.
+        ValueError: the window isn't shorter than the prompt, or the query heads aren't a multiple of the key-value
+            heads.
     """
     batch, kv_heads, length, dim = keys.shape
     heads, window = queries.shape[1], queries.shape[2]

@@ -67,10 +67,10 @@ def _score_and_select(keys: Tensor, metric: str, ratio: float = 0.5) -> Tensor:
 
 
 def _score_select_gather(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    from manifoldkv.selection import take
+    from manifoldkv.kernels import gather_kv
 
     kept = _score_and_select(keys, "l2")
-    return take(keys, kept), take(values, kept)
+    return gather_kv(keys, values, kept, check=False)
 
 
 def metric_cost(seed: int) -> float:

@@ -1,7 +1,7 @@
 """The paper's claims (arXiv 2602.08343) as checks; every rule was set before the first run.
 
-Accuracy claims use SmolLM2-135M-Instruct on RULER-style tasks, 40 samples a cell, the context compressed before the question is
-seen, no protected tokens. All accuracy claims share their answers: one prefill serves every setting.
+Accuracy claims use SmolLM2-135M-Instruct on RULER-style tasks, 40 samples a cell, the context compressed before the
+question is seen, no protected tokens. All accuracy claims share their answers: one prefill serves every setting.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _diagnosis(ctx: ClaimContext) -> dict[str, Any]:
 
 
 def check_guideline(ctx: ClaimContext) -> Result:
-    """On each model, what the metric chosen by ``diagnose`` loses against the better of L2 and cosine at half the cache."""
+    """What the metric chosen by ``diagnose`` loses on each model against the better of L2 and cosine."""
     losses: dict[str, float] = {}
     details: dict[str, Any] = {}
     for name, scores in {**_smollm2_case(ctx), **_geometry_cases(ctx), **_recall_cases(ctx)}.items():
@@ -269,7 +269,7 @@ def check_mirrored(ctx: ClaimContext) -> dict[str, Measurement]:
 
 
 def check_dilution(ctx: ClaimContext) -> dict[str, Measurement]:
-    """Recall over a stream of 65,536 keys in 16 regimes, with a centroid per window or one for all; and a real model."""
+    """Recall over 65,536 keys in 16 regimes, with a centroid per window or one for all; and a real model."""
     settings = {
         "windowed": {"metric": "l2", "window": 4096},
         "global": {"metric": "l2"},
@@ -283,7 +283,7 @@ _LONG_SAMPLES = 4
 
 
 def _long_prompts(ctx: ClaimContext) -> dict[str, Measurement]:
-    """SmolLM2 on 4096-token prompts, windows against one centroid; reported beside the rule, since the claim is about 64K."""
+    """SmolLM2 on 4096-token prompts; reported beside the rule, since the claim is about 64K."""
     from icml26_shared import models
     from icml26_shared.evaluation import ruler
     from manifoldkv.eval import run_eval
@@ -323,7 +323,7 @@ def check_cost(ctx: ClaimContext) -> dict[str, Measurement]:
     }
 
 
-_GENERATE = "manifoldkv ruler generate --task {task} --length {length} --num-samples 50 --tokenizer PATH --haystack FILE -o DATA"
+_GENERATE = "manifoldkv ruler generate --task {task} --length {length} --tokenizer PATH --haystack FILE -o DATA"
 _EVAL = "manifoldkv eval --model PATH --data DATA --metric l2 cosine auto --ratio 0.2 0.5 -o results.jsonl"
 
 
@@ -342,7 +342,7 @@ CLAIMS: list[Claim] = [
     ),
     Claim(
         id="light-compression",
-        statement="At 20 % compression the accuracy stays near the full cache's and matches the best geometric baseline (95.7 %)",
+        statement="At 20 % compression accuracy stays near the full cache's and matches the best geometric baseline",
         source="abstract",
         check=check_light_compression,
         rule=[

@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_at(ratio: float, seed: int) -> dict[str, Setting]:
-    """The compared rules at one compression ratio, by name; none protects sinks or recent tokens but StreamingLLM and SnapKV."""
+    """The compared rules at one ratio, by name; only StreamingLLM and SnapKV protect any tokens."""
     from manifoldkv.eval import SnapKV
 
     plain: dict[str, Any] = {"compression_ratio": ratio, "n_sink": 0, "n_recent": 0}

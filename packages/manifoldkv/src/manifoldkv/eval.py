@@ -171,8 +171,8 @@ def answer(
 ) -> dict[str, tuple[str, int, int]]:
     """Greedy continuations of one prompt under each setting: ``{name: (text, kept tokens, context tokens)}``.
 
-    The context is prefilled once; settings that keep the same number of tokens are decoded together as one batch. Decoding
-    stops at the end-of-sequence token, or as soon as the prompt is satisfied.
+    The context is prefilled once; settings that keep the same number of tokens are decoded together as one batch.
+    Decoding stops at the end-of-sequence token, or as soon as the prompt is satisfied.
     """
     context, rest = prompt.context, prompt.question
     if protocol == "query-aware":

@@ -62,7 +62,8 @@ def aligned(seed: int, background: int = 2000, needles: int = 30, dim: int = 64)
 
 
 def regimes(seed: int, count: int = 16, length: int = 4096, needles: int = 4, dim: int = 64) -> KeysAndNeedles:
-    """A stream of topics: each regime's keys lie round a mean of its own (norm 20), its needles at distance 6 from that mean.
+    """A stream of topics: each regime's keys lie round a mean of its own (norm 20), its needles at distance 6 from that
+    mean.
 
     The spread of a regime is 1 in all (``1 / sqrt(dim)`` a dimension).
     """

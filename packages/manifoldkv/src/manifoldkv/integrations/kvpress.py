@@ -1,8 +1,8 @@
 """Presses: the scorers in the shape that NVIDIA's kvpress (Apache-2.0) uses, with or without it installed.
 
 Where kvpress is importable they are ``ScorerPress`` subclasses, so its wrappers (``AdaKVPress``, ``BlockPress``,
-``DecodingPress``), pipeline and leaderboard script take them. Where it isn't, a small base with the same behaviour serves
-``with press(model): ...`` on transformers >= 5.16, which kvpress 0.5 doesn't run on.
+``DecodingPress``), pipeline and leaderboard script take them. Where it isn't, a small base with the same behaviour
+serves ``with press(model): ...`` on transformers >= 5.16, which kvpress 0.5 doesn't run on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from manifoldkv.config import KVConfig
+from manifoldkv.kernels import gather_kv
 from manifoldkv.scoring import score_keys
-from manifoldkv.selection import select, take
+from manifoldkv.selection import select
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn")  # an attention layer has one of them
 
 
 class Press(ABC):
-    """What these presses do by themselves, with kvpress or without: select in order, and know a prompt when they see one.
+    """What these presses do by themselves, with kvpress or without: select in order, and know a prompt when they see
+    one.
 
     ``compression_ratio`` is the share removed. A forward is a prompt when the layer's cache was empty before it.
     """
@@ -57,7 +59,7 @@ class Press(ABC):
         if self.compression_ratio == 0:
             return keys, values
         indices = select(self.score(module, hidden_states, keys, values, attentions, kwargs), kept)
-        return take(keys, indices), take(values, indices)
+        return gather_kv(keys, values, indices, check=False)
 
     def forward_hook(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Compress one layer's cache after its prompt was attended."""

