@@ -113,6 +113,32 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A local model folder: a random Llama of two layers with a tokenizer that knows some words, digits and marks."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = (
+        "the grass is green sky blue sun yellow here we go there and back again The Here There One of special magic "
+        "numbers number for What are all mentioned in provided text Some hidden within following Make sure to memorize it I "
+        "will quiz you about afterwards A hi : . , ? ! - 0 1 2 3 4 5 6 7 8 9 Paragraph answer question"
+    ).split()
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *dict.fromkeys(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    split = [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**_SMALL, "vocab_size": len(vocabulary), "max_position_embeddings": 2048})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_bart():
     """A random encoder-decoder."""
     transformers = pytest.importorskip("transformers")

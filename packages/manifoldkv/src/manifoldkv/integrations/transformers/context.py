@@ -9,6 +9,7 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
@@ -65,7 +66,8 @@ class Compression:
     """The ``with`` object of :func:`compress`: swaps caches while active, restores the model on the way out."""
 
     def __init__(self, model: nn.Module, cfg: KVConfig, trace: bool = False):
-        self.model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        given: Any = model
+        self.model: Any = given.get_base_model() if hasattr(given, "get_base_model") else given
         if not hasattr(self.model, "config") or not hasattr(self.model.config, "get_text_config"):
             raise TypeError(f"compress() takes a transformers model, not {type(model).__name__}")
         if not isinstance(cfg, KVConfig):
@@ -83,7 +85,7 @@ class Compression:
         self.choice = MetricChoice(cfg)
         self.cache: ManifoldCache | None = None
         self._trace = trace
-        self._prompt: Tensor | None = None
+        self._read: list[Tensor | None] = []  # token ids that the cache has seen up to its first eviction, for explain
         self._undo = ExitStack()
 
     def _check_per_head(self) -> None:
@@ -197,8 +199,11 @@ class Compression:
         mask = kwargs.get(f"{prefix}attention_mask")
         if mask is not None:
             cache[1].set_padding_mask(mask)
-        if self._trace and cache[1] is not self.cache:
-            self._prompt = kwargs.get(f"{prefix}input_ids")
+        if self._trace:
+            if cache[1] is not self.cache:
+                self._read = []
+            if all(layer.trace is None for layer in cache[1].manifold_layers):
+                self._read.append(kwargs.get(f"{prefix}input_ids"))
         self.cache = cache[1]
         CURRENT.set(cache[1])
         return (), kwargs
@@ -254,6 +259,9 @@ class Compression:
     def explain(self, layer: int, head: int, tokenizer: Any, row: int = 0) -> Explanation:
         """Which tokens of the last prompt a head kept and evicted, with the radial and angular part of each score.
 
+        It is the first eviction that is shown; with ``phase="decode"`` the tokens generated before it are part of it (and
+        beam search, which moves rows meanwhile, isn't followed).
+
         ``print(kv.explain(0, 0, tokenizer))`` shows the prompt's text with the evicted spans in brackets.
 
         Args:
@@ -262,7 +270,7 @@ class Compression:
             row: of the batch.
 
         Raises:
-            RuntimeError: without ``compress(..., trace=True)``, or nothing was evicted yet.
+            RuntimeError: without ``compress(..., trace=True)``, nothing was evicted yet, or a prompt without token ids.
             ValueError: no such layer, head or row.
         """
         if not self._trace:
@@ -271,10 +279,12 @@ class Compression:
         if layers and layer not in layers:
             raise ValueError(f"layer={layer} is not a compressed layer; those are {', '.join(map(str, layers))}")
         own = layers.get(layer)
-        if own is None or own.trace is None or self._prompt is None:
+        if own is None or own.trace is None:
             raise RuntimeError("nothing has been evicted inside compress() yet, so there is nothing to explain")
-        pads = 0 if own.padded is None else int(own.padded[row])
-        return explain(own.trace, self._prompt[row], tokenizer, layer, head, row, pads)
+        ids = [part for part in self._read if part is not None]
+        if len(ids) < len(self._read):
+            raise RuntimeError("the prompt was given as inputs_embeds, so explain() has no tokens to show")
+        return explain(own.trace, torch.cat(ids, dim=1), own.padded, tokenizer, layer, head, row)
 
 
 def _refuse_empty(prompt: Any) -> None:

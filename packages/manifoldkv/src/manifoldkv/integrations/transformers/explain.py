@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,18 +86,29 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(trace: Trace, ids: Tensor, tokenizer: Any, layer: int, head: int, row: int, pads: int) -> Explanation:
-    """The trace of one head as text. ``ids`` is the prompt ``[T]``, ``pads`` its padding in front."""
-    if not 0 <= head < trace.scores.shape[1]:
-        raise ValueError(
-            f"head={head} is not one of the {trace.scores.shape[1]} key-value heads (0 ... {trace.scores.shape[1] - 1})"
-        )
-    if not 0 <= row < trace.scores.shape[0]:
-        raise ValueError(f"row={row} is not one of the {trace.scores.shape[0]} rows of the batch")
+def explain(
+    trace: Trace, ids: Tensor, padded: Tensor | None, tokenizer: Any, layer: int, head: int, row: int
+) -> Explanation:
+    """The trace of one head as text. ``ids`` are the tokens it saw ``[B, T]``, ``padded`` the padding in front ``[B]``."""
+    rows, heads, length = trace.scores.shape
+    if not 0 <= head < heads:
+        raise ValueError(f"head={head} is not one of the {heads} key-value heads (0 ... {heads - 1})")
+    if not 0 <= row < rows:
+        raise ValueError(f"row={row} is not one of the {rows} rows of the batch (0 ... {rows - 1})")
+    start = 0 if padded is None else int(padded[row])
 
     def numbers(tensor: Tensor) -> tuple[Any, ...]:
-        return tuple(tensor[row, head, pads:].tolist())
+        return tuple(tensor[row, head, start:].tolist())
 
-    tokens = tuple(tokenizer.decode([token]) for token in ids[pads:].tolist())
+    tokens = tuple(_pieces(tokenizer, ids[row, start:length].tolist()))
     parts = (numbers(trace.kept), numbers(trace.scores), numbers(trace.radial), numbers(trace.angular))
     return Explanation(layer, head, trace.metric, tokens, *parts)
+
+
+def _pieces(tokenizer: Any, ids: list[int]) -> Iterator[str]:
+    """What each token adds to the text of the one before it: decoded alone, many lose the space in front."""
+    for place, token in enumerate(ids):
+        alone = tokenizer.decode([token])
+        before = tokenizer.decode([ids[place - 1]]) if place else ""
+        both = tokenizer.decode(ids[place - 1 : place + 1]) if place else alone
+        yield both[len(before) :] if both.startswith(before) else alone
