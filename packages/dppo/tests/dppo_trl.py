@@ -34,8 +34,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def _folder() -> str:
+def model_folder() -> str:
     """TRL loads the reference model from where the model came from, so it must have come from somewhere."""
+    if "DPPO_TEST_MODEL" in os.environ:  # made by the parent: a process of rank 1 saves nothing
+        return os.environ["DPPO_TEST_MODEL"]
     torch.manual_seed(0)
     made = tiny_llama(
         num_hidden_layers=2, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1,
@@ -49,7 +51,7 @@ def _folder() -> str:
 
 
 def model() -> Any:
-    return LlamaForCausalLM.from_pretrained(_folder(), dtype=torch.float32)
+    return LlamaForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
 
 
 def prompts(n: int) -> Dataset:

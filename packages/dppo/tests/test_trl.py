@@ -14,7 +14,7 @@ from trl.trainer.utils import RepeatSampler
 from dppo import DynamicPruningConfig, DynamicPruningTrainer, PromptHistory
 from dppo.audit import DynamicPruning, enumerate_weights
 from dppo.integrations import trl as plugin
-from dppo.integrations.trl_batches import deal
+from dppo.integrations.trl_batches import assign, micro_batch
 from dppo.integrations.trl_sampler import COLUMN, DrawnIndex, PruningSampler, dataset_keys
 from dppo.losses import LOSS_TYPES
 from dppo.pruning import PruneResult
@@ -381,15 +381,20 @@ def test_dealing_balances_tokens_and_keeps_empty_micro_batches():
     }  # fmt: skip
     keep = T([True, True, False, True, True, False])
     weight = T([1.0, 2, 0, 2, 1, 0])
-    micro = deal(batch, keep, weight, torch.ones(6).double(), 3)
-    tokens = [int(m["completion_mask"].sum()) for m in micro]
-    assert sorted(tokens) == [2, 5, 8]
-    assert sum(float(m["row_weight"].sum()) for m in micro) == 6
-    assert sorted(m["completion_ids"].shape[1] for m in micro) == [1, 5, 8]
-    empty = deal(batch, torch.zeros(6, dtype=torch.bool), weight, torch.ones(6).double(), 3)
-    assert all(len(m["row_weight"]) == 1 and m["row_weight"][0] == 0 for m in empty)
-    assert all(int(m["completion_mask"].sum()) == 0 for m in empty)
-    assert all(m["num_items_in_batch"] == 17 for m in empty)
+    bins = assign(batch, keep, 3)
+    assert bins == [[0], [4], [1, 3]]
+    micro = [micro_batch(batch, rows, weight, 2) for rows in bins]
+    assert [int(m["completion_mask"].sum()) for m in micro] == [8, 5, 2]
+    assert [m["row_weight"].tolist() for m in micro] == [[1, 0], [1, 0], [2, 2]]
+    assert [m["completion_ids"].shape for m in micro] == [(2, 8), (2, 5), (2, 1)]
+    assert [int(m["prompt_mask"].sum()) for m in micro] == [3, 3, 4]
+    assert assign(batch, torch.zeros(6, dtype=torch.bool), 3) == [[], [], []]
+    empty = micro_batch(batch, [], weight, 1)
+    assert empty["row_weight"].tolist() == [0]
+    assert empty["completion_ids"].shape == (1, 1)
+    assert int(empty["completion_mask"].sum()) == 0
+    assert empty["num_items_in_batch"] == 17
+    assert int(batch["prompt_mask"].sum()) == 12, "the batch itself is left alone"
 
 
 def test_column_does_not_reach_reward_functions(tmp_path):

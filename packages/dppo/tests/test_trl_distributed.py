@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("trl")
 
+from dppo_trl import model_folder
+
 HERE = Path(__file__).parent
 
 
@@ -25,6 +27,7 @@ def run(folder: Path, world: int, options: dict) -> list[dict]:
     environment = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
         "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1",
+        "DPPO_TEST_MODEL": model_folder(),
     }  # fmt: skip
     if world == 1:
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -29,7 +29,7 @@ from torch import Tensor
 from dppo.config import PruningConfig
 from dppo.draws import MaskGenerator, combine
 from dppo.integrations.transformers import attention_of, check_packable, packed_attention_of
-from dppo.integrations.trl_batches import PackStats, deal, packed_log_probabilities
+from dppo.integrations.trl_batches import PackStats, assign, micro_batch, packed_log_probabilities
 from dppo.integrations.trl_sampler import COLUMN, Draw, DrawnDataset, PruningSampler, dataset_keys
 from dppo.keys import prompt_key
 from dppo.losses import LOSS_TYPES, SEQUENCE_LOSSES, scale_gradient
@@ -219,11 +219,16 @@ class DynamicPruningMixin:
         self._record_visits(shared)
         self._log_pruning(shared, masks[0])
         self.generation_count += 1
-        return [
-            micro
-            for mask in masks
-            for micro in deal(batch, mask.keep, mask.weight, shared["draw_weight"], self.args.steps_per_generation)
-        ]
+        return self._deal(batch, masks, shared["draw_weight"])
+
+    def _deal(self, batch: dict[str, Any], masks: list[PruneResult], draw_weight: Tensor) -> list[dict[str, Any]]:
+        """The micro-batches of all inner iterations, each with the same number of rows on every process."""
+        steps = self.args.steps_per_generation
+        chosen = [rows for mask in masks for rows in assign(batch, mask.keep, steps)]
+        weights = [mask.weight.double() * draw_weight for mask in masks for _ in range(steps)]
+        counts = torch.tensor([[len(rows) for rows in chosen]], device=self.accelerator.device)
+        most = self.accelerator.gather(counts).amax(0).clamp(min=1).tolist()
+        return [micro_batch(batch, *each) for each in zip(chosen, weights, most, strict=True)]
 
     def _gather_batch(self, batch: dict[str, Any], draws: list[Draw]) -> dict[str, Any]:
         """What decides the masks, from all processes and in the same order everywhere."""

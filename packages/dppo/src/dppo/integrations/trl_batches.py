@@ -15,50 +15,54 @@ from dppo.packed import pack_sequences
 PROMPT_KEYS = ("prompt_ids", "prompt_mask")
 
 
-def deal(
-    batch: dict[str, Any], keep: Tensor, weight: Tensor, prompt_weight: Tensor, micro_batches: int
-) -> list[dict[str, Any]]:
-    """Deals the kept rows into micro-batches of nearly equal tokens.
+def assign(batch: dict[str, Any], keep: Tensor, micro_batches: int) -> list[list[int]]:
+    """Which kept row goes into which micro-batch: nearly equal tokens each.
 
     Longest first, each into the micro-batch with the fewest tokens that has a row free (a micro-batch never has more rows
-    than it would without pruning). Padding is cut to what the rows need. A micro-batch left empty holds one row with
-    no completion token and weight 0, so that every process makes the same passes and none waits for another.
+    than it would without pruning).
 
     Args:
-        batch: TRL's output of a generation: tensors by row, and scalars. May hold "prompts_share".
-        keep: (B,) rows to keep. weight: (B,) of the completion level. prompt_weight: (B,) of the prompt level.
-        micro_batches: how many.
-
-    Returns:
-        Dicts like TRL's, with "row_weight" (rows,), "full_rows" and "prompts_share".
+        batch: TRL's output of a generation. keep: (B,) rows to keep. micro_batches: how many.
     """
-    rows = len(keep)
     tokens = (batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)).tolist()
     kept = torch.nonzero(keep).flatten().tolist()
-    room = rows // micro_batches
+    room = len(keep) // micro_batches
     bins: list[list[int]] = [[] for _ in range(micro_batches)]
     load = [0] * micro_batches
     for row in sorted(kept, key=lambda r: (-tokens[r], r)):
         lightest = min((b for b in range(micro_batches) if len(bins[b]) < room), key=lambda b: (load[b], b))
         bins[lightest].append(row)
         load[lightest] += tokens[row]
-    total = weight.double() * prompt_weight.to(weight.device)
-    return [_micro_batch(batch, sorted(chosen), total, rows) for chosen in bins]
+    return [sorted(rows) for rows in bins]
 
 
-def _micro_batch(batch: dict[str, Any], chosen: list[int], weight: Tensor, rows: int) -> dict[str, Any]:
-    empty = not chosen
-    index = torch.tensor(chosen or [0], device=weight.device)
+def micro_batch(batch: dict[str, Any], chosen: list[int], weight: Tensor, rows: int) -> dict[str, Any]:
+    """The chosen rows as a batch like TRL's, padding cut to what they need, filled up to `rows` rows.
+
+    The rows that fill up have one prompt token, no completion token and weight 0: they contribute nothing. With as many
+    rows in every process (at least one), each makes the same passes and collective operations of the same
+    sizes, and none waits for another.
+
+    Args:
+        batch: tensors by row, and scalars. chosen: rows. weight: (B,) total weight of each row. rows: at least
+            len(chosen) and 1.
+
+    Returns:
+        TRL's keys, and "row_weight" (rows,), "full_rows" (B).
+    """
+    size, device = len(weight), weight.device
+    fill = rows - len(chosen)
+    index = torch.tensor(chosen + [0] * fill, device=device)
     result: dict[str, Any] = {}
     for name, value in batch.items():
-        by_row = isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+        by_row = isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
         result[name] = value[index] if by_row else value
-    if empty:
-        result["completion_mask"] = torch.zeros_like(result["completion_mask"])
-        result["advantages"] = torch.zeros_like(result["advantages"])
-    result["row_weight"] = torch.zeros(1, device=weight.device) if empty else weight[index].float()
-    result["full_rows"] = rows
-    result.setdefault("prompts_share", 1.0)
+    real = torch.arange(rows, device=device) < len(chosen)
+    result["completion_mask"] = result["completion_mask"] * real[:, None]
+    result["prompt_mask"] = result["prompt_mask"].masked_fill(~real[:, None], 0)
+    result["prompt_mask"][~real, -1] = 1
+    result["row_weight"] = torch.where(real, weight[index], 0.0).float()
+    result["full_rows"] = size
     return _trimmed(result)
 
 

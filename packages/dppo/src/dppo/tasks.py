@@ -1,0 +1,208 @@
+"""Two small tasks with verifiable answers, for the demo and the claims: real handwritten digits, and addition.
+
+A task is a set of prompts, a policy made for it, and a verifier. Both policies are small enough that a training run takes
+seconds to a minute on one core.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from icml26_shared.errors import require
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+
+class Task(Protocol):
+    """What the training harness needs."""
+
+    name: str
+    n_prompts: int
+    answer_length: int
+
+    def policy(self, seed: int) -> nn.Module:
+        """A policy after its supervised warm-up."""
+        ...
+
+    def sample(
+        self, policy: nn.Module, prompts: Int64[Tensor, " batch"], size: int, rng: torch.Generator
+    ) -> Int64[Tensor, "batch size length"]:
+        """`size` answers to each prompt."""
+        ...
+
+    def rewards(
+        self, prompts: Int64[Tensor, " batch"], answers: Int64[Tensor, "batch size length"]
+    ) -> Float[Tensor, "batch size"]:
+        """1 for a right answer, else 0."""
+        ...
+
+    def logps(
+        self, policy: nn.Module, prompts: Int64[Tensor, " rows"], answers: Int64[Tensor, "rows length"]
+    ) -> Float[Tensor, "rows length"]:
+        """Log-probability of each answer token."""
+        ...
+
+    def accuracy(self, policy: nn.Module) -> float:
+        """Probability of a right answer on held-out prompts, exact (no sampling)."""
+        ...
+
+
+class Digits:
+    """digits-100: two of scikit-learn's 1797 handwritten digits side by side are one of 100 numbers.
+
+    Training pairs are drawn from the first 1300 images of a fixed permutation, test pairs from the others. The policy
+    is an MLP 128-256-100; its warm-up is one epoch of cross-entropy.
+    """
+
+    name = "digits-100"
+    answer_length = 1
+
+    def __init__(self, n_prompts: int = 8000, n_test: int = 2000) -> None:
+        datasets = require("sklearn.datasets", "dppo[demo]")
+        images, labels = datasets.load_digits(return_X_y=True)
+        order = np.random.default_rng(0).permutation(len(images))
+        rng = np.random.default_rng(1)
+        self.n_prompts = n_prompts
+        self.inputs, self.labels = _pairs(images / 16.0, labels, order[:1300], n_prompts, rng)
+        self.test_inputs, self.test_labels = _pairs(images / 16.0, labels, order[1300:], n_test, rng)
+
+    def policy(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 100))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for batch in torch.randperm(self.n_prompts).split(128):
+            loss = F.cross_entropy(net(self.inputs[batch]), self.labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return net
+
+    def sample(self, policy: nn.Module, prompts: Tensor, size: int, rng: torch.Generator) -> Tensor:
+        with torch.no_grad():
+            probabilities = policy(self.inputs[prompts]).softmax(-1)
+        return torch.multinomial(probabilities, size, replacement=True, generator=rng)[..., None]
+
+    def rewards(self, prompts: Tensor, answers: Tensor) -> Tensor:
+        return (answers[..., 0] == self.labels[prompts][:, None]).float()
+
+    def logps(self, policy: nn.Module, prompts: Tensor, answers: Tensor) -> Tensor:
+        unique, back = torch.unique(prompts, return_inverse=True)
+        return policy(self.inputs[unique]).log_softmax(-1)[back].gather(1, answers)
+
+    def accuracy(self, policy: nn.Module) -> float:
+        with torch.no_grad():
+            probabilities = policy(self.test_inputs).softmax(-1)
+        return float(probabilities.gather(1, self.test_labels[:, None]).mean())
+
+
+def _pairs(
+    images: np.ndarray, labels: np.ndarray, pool: np.ndarray, n: int, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    first, second = pool[rng.integers(0, len(pool), n)], pool[rng.integers(0, len(pool), n)]
+    inputs = np.concatenate([images[first], images[second]], 1)
+    return torch.tensor(inputs, dtype=torch.float32), torch.tensor(10 * labels[first] + labels[second])
+
+
+class Addition:
+    """`BOS a a + b b =` and the three digits of the sum: p(right answer) is computed exactly by teacher forcing.
+
+    The policy is a two-layer causal transformer of width 64; its warm-up is 400 supervised steps of 64 prompts, which
+    leaves it right about one time in ten. Prompts for training and test are disjoint.
+    """
+
+    name = "addition"
+    answer_length = 3
+    PLUS, EQUALS, BOS, VOCABULARY = 10, 11, 12, 13
+
+    def __init__(self, n_prompts: int = 1024, n_test: int = 1000, warm_up: int = 400) -> None:
+        pairs = np.random.default_rng(0).permutation(10_000)
+        self.n_prompts, self.warm_up = n_prompts, warm_up
+        self.inputs, self.answers = self._encode(pairs[:n_prompts])
+        self.test_inputs, self.test_answers = self._encode(pairs[n_prompts : n_prompts + n_test])
+
+    def _encode(self, pairs: np.ndarray) -> tuple[Tensor, Tensor]:
+        a, b = pairs // 100, pairs % 100
+        bos, plus, equals = (np.full_like(a, token) for token in (self.BOS, self.PLUS, self.EQUALS))
+        prompt = np.stack([bos, a // 10, a % 10, plus, b // 10, b % 10, equals], 1)
+        total = a + b
+        return torch.tensor(prompt), torch.tensor(np.stack([total // 100, total // 10 % 10, total % 10], 1))
+
+    def policy(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        net = CausalTransformer(self.VOCABULARY, width=64, heads=4, layers=2, length=10)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for _ in range(self.warm_up):
+            batch = torch.randint(self.n_prompts, (64,))
+            loss = -self.logps(net, batch, self.answers[batch]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return net
+
+    def sample(self, policy: nn.Module, prompts: Tensor, size: int, rng: torch.Generator) -> Tensor:
+        tokens = self.inputs[prompts].repeat_interleave(size, 0)
+        with torch.no_grad():
+            for _ in range(self.answer_length):
+                probabilities = policy(tokens)[:, -1].softmax(-1)
+                tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=rng)], 1)
+        return tokens[:, -self.answer_length :].reshape(len(prompts), size, self.answer_length)
+
+    def rewards(self, prompts: Tensor, answers: Tensor) -> Tensor:
+        return (answers == self.answers[prompts][:, None]).all(-1).float()
+
+    def logps(self, policy: nn.Module, prompts: Tensor, answers: Tensor) -> Tensor:
+        return self._logps(policy, self.inputs[prompts], answers)
+
+    def _logps(self, policy: nn.Module, inputs: Tensor, answers: Tensor) -> Tensor:
+        logits = policy(torch.cat([inputs, answers[:, :-1]], 1))[:, -self.answer_length :]
+        return logits.log_softmax(-1).gather(2, answers[..., None]).squeeze(2)
+
+    def accuracy(self, policy: nn.Module) -> float:
+        with torch.no_grad():
+            return float(self._logps(policy, self.test_inputs, self.test_answers).sum(1).exp().mean())
+
+
+class CausalTransformer(nn.Module):
+    """Pre-norm decoder with learned positions."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Int64[Tensor, "batch time"]) -> Float[Tensor, "batch time vocabulary"]:
+        x = self.tokens(ids) + self.positions[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = (
+            part.reshape(batch, time, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(width, -1)
+        )
+        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+        mask = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
+        mixed = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.mlp(self.norm_2(x))
+
+
+TASKS: dict[str, type[Digits] | type[Addition]] = {"digits": Digits, "addition": Addition}
