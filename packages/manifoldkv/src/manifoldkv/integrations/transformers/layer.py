@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from manifoldkv.config import KVConfig
+from manifoldkv.config import KVConfig, Metric
 from manifoldkv.integrations.transformers.explain import Trace
 from manifoldkv.kernels import gather_kv
 from manifoldkv.rope import Rotary
@@ -48,6 +48,9 @@ class ManifoldLayer(DynamicLayer):
     model's 2-D mask has in its last ``stored`` columns: the stock mask code stays right with the offset
     ``logical - stored`` from ``get_mask_sizes``.
     """
+
+    keys: Any  # Tensor [B, H, stored, D], or None before the first update, as in the base class
+    values: Any
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class ManifoldLayer(DynamicLayer):
     def evict(self, n: int, metric: str) -> None:
         """Keep the best ``n`` stored tokens of each head by ``metric``."""
         auto = self.cfg.metric == "auto" and self.choose is None
-        self._evict(n, replace(self.cfg, metric=metric) if auto else self.cfg)
+        self._evict(n, replace(self.cfg, metric=cast(Metric, metric)) if auto else self.cfg)
         self.evictions += 1
         self.waiting = None
         self.metric_used = metric
