@@ -5,6 +5,7 @@ lint.py [--fix] NAME|""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,11 @@ def _mypy(name: str) -> list[str]:
 def _failed(command: list[str]) -> bool:
     print("+ " + " ".join(command), flush=True)
     program, *arguments = command
-    return subprocess.run([str(Path(sys.executable).parent / program), *arguments], cwd=ROOT).returncode != 0
+    # Every module has one name: the one under its own src folder, from wherever it is imported.
+    bases = [*(each.source.parent for each in members()), ROOT / "tools", ROOT / "tests-integration"]
+    environment = {**os.environ, "MYPYPATH": os.pathsep.join(str(base) for base in bases)}
+    path = Path(sys.executable).parent / program
+    return subprocess.run([str(path), *arguments], cwd=ROOT, env=environment).returncode != 0
 
 
 if __name__ == "__main__":

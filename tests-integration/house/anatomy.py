@@ -68,7 +68,7 @@ def rooms(member: Member) -> list[str]:
     for name, test in TESTS.items():
         if name not in member.pending and not (member.folder / test).is_file():
             found.append(f"{test} is missing")
-    known = {Path(name).parts[0] for name in ROOMS}
+    known = {Path(name).parts[0] for name in ROOMS} | {path.name for path in member.source.glob("integrations/*.py")}
     if not any(path.name not in known and path.suffix == ".py" for path in member.source.glob("*.py")):
         found.append("there is no module with the method: one file a concept beside __init__.py")
     return found

@@ -5,6 +5,7 @@ Rooms of a package, by the first part of a module's path in it:
 - entry rooms `integrations`, `eval`, `cli`, `claims`, `bench`, `demo` (and modules named after one, as `cli_eval` is):
   may import everything of their own package, and what its extras declare, though the latter only inside functions
   (`integrations` and `eval`, which the user imports, at once too: a host's class cannot be subclassed otherwise);
+- a module named like one of `integrations`, such as `NAME.verl`, is that integration's short name and belongs to it;
 - `kernels`: imports only `kernels`, and Triton; for type checkers the method too;
 - `__init__`: may name what lies in `integrations`, but only inside a function or for type checkers;
 - every other module is the method: imports only the method and `kernels`, and of other distributions only what the
@@ -111,11 +112,13 @@ def _is_type_checking(test: ast.expr) -> bool:
     return getattr(test, "id", getattr(test, "attr", "")) == "TYPE_CHECKING"
 
 
-def room(dotted: str, module: str) -> str:
-    """The room of a module of package `module`: an entry room, `kernels`, `__init__` or `method`."""
-    first = dotted.removeprefix(module).lstrip(".").partition(".")[0]
+def room(dotted: str, member: Member) -> str:
+    """The room of a module of `member`: an entry room, `kernels`, `__init__` or `method`."""
+    first = dotted.removeprefix(member.module).lstrip(".").partition(".")[0]
     if first in ("", "__init__"):
         return "__init__"
+    if any((member.source / "integrations" / name).exists() for name in (first, f"{first}.py")):
+        return "integrations"
     for name in (*ENTRY_ROOMS, "kernels"):
         if first == name or first.startswith(f"{name}_"):
             return name
@@ -130,10 +133,10 @@ def _problem(item: Import, member: Member, packages: set[str]) -> str:
     if member.name == SHARED:
         return ""
     if top == member.module:
-        return _problem_inside(item, room(here, member.module), room(item.target, member.module))
+        return _problem_inside(item, room(here, member), room(item.target, member))
     if top in sys.stdlib_module_names or top == SHARED_MODULE:
         return ""
-    return _problem_outside(item, room(here, member.module), top, member)
+    return _problem_outside(item, room(here, member), top, member)
 
 
 def _problem_inside(item: Import, here: str, there: str) -> str:

@@ -17,6 +17,7 @@ _FILES = {
     '__all__ = ["fit", "predict", "score"]\n',
     "src/toymethod/integrations/__init__.py": "",
     "src/toymethod/integrations/host.py": "",
+    "src/toymethod/host.py": "",
     "src/toymethod/kernels/__init__.py": '"""Kernels."""\n\n\ndef AOT_SPECS() -> list:\n    return []\n',
     "src/toymethod/kernels/other.py": "",
     "src/toymethod/kernels/score.py": "",
