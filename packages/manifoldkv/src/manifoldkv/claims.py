@@ -12,7 +12,6 @@ from typing import Any
 
 from icml26_shared.checkpoint import JsonlStore
 from icml26_shared.claims import Claim, ClaimContext, Measurement, Needs, Result, Rule, paired
-from manifoldkv import __version__
 from manifoldkv.baselines import keydiff
 from manifoldkv.config import KVConfig
 
@@ -42,15 +41,8 @@ def _answers(ctx: ClaimContext, tasks: Sequence[str], lengths: Sequence[int] = P
     from icml26_shared.data import MissingData
 
     settings: dict[str, Any] = {"dense": None, **_rules_at(0.2), **_rules_at(0.5)}
-    where = {
-        "model": "smollm2",
-        "dtype": "bfloat16",
-        "new_tokens": _NEW_TOKENS,
-        "seed": ctx.seed,
-        "version": __version__,
-    }
     rows: list[dict[str, Any]] = []
-    with JsonlStore(ctx.out_file("claims-answers.jsonl"), settings=where) as store:
+    with _store(ctx, "claims-answers.jsonl", new_tokens=_NEW_TOKENS) as store:
         for task in tasks:
             for length in lengths:
                 try:
@@ -294,8 +286,7 @@ def _long_prompts(ctx: ClaimContext) -> dict[str, Measurement]:
         "windowed(1024)": KVConfig(metric="l2", compression_ratio=0.5, window=1024, **_PLAIN),
         "cosine": keydiff(0.5),
     }
-    where = {"model": "smollm2", "length": _LONG, "seed": ctx.seed, "version": __version__}
-    with JsonlStore(ctx.out_file("claims-long.jsonl"), settings=where) as store:
+    with _store(ctx, "claims-long.jsonl", length=_LONG) as store:
         model, tokenizer = models.load("smollm2", dtype="bfloat16")
         samples = ruler.generate("niah_single_1", tokenizer, _LONG + _GENERATED, _LONG_SAMPLES, seed=ctx.seed)
         with ctx.progress("4096-token prompts", len(samples) * len(settings)) as bar:
