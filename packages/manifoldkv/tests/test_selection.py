@@ -168,6 +168,18 @@ class TestPerWindow:
         scores = row(9.0, 8.0, 7.0, 6.0, 5.0, INF, INF, INF)
         assert select_per_window(scores, 4, [0, 4, 8]).tolist() == [[[0, 5, 6, 7]]]
 
+    def test_each_head_has_protected_tokens_of_its_own(self):
+        scores = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(0))
+        scores[0, 1, :3] = INF
+        scores[1, 0, 8:] = INF
+        together = select_per_window(scores, 5, [0, 4, 8, 12])
+        for b in range(2):
+            for h in range(2):
+                alone = select_per_window(scores[b : b + 1, h : h + 1], 5, [0, 4, 8, 12])
+                assert together[b, h].tolist() == alone[0, 0].tolist()
+        assert together[0, 1, :3].tolist() == [0, 1, 2]
+        assert together[1, 0, -4:].tolist() == [8, 9, 10, 11]
+
     @given(st.integers(0, 60), st.integers(2, 20), st.integers(1, 60))
     def test_counts_of_each_window(self, n, window, length):
         from manifoldkv.windows import tumbling_bounds

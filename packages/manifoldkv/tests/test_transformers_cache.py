@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from manifoldkv import KVConfig, ManifoldCache
+from manifoldkv import KVConfig, ManifoldCache, score_keys, select
+from manifoldkv.selection import select_per_window
+from manifoldkv.windows import tumbling_bounds
 
 transformers = pytest.importorskip("transformers")
 
@@ -324,6 +330,107 @@ class TestLengths:
         assert kept[0] == kept[1] == kept[2]
 
 
+class TestBookkeeping:
+    """Any schedule of steps on bare tensors, against lists of columns kept by hand: no model, no batch, no padding."""
+
+    @settings(max_examples=150)
+    @given(data=st.data())
+    def test_any_schedule(self, data, tiny):
+        draw = data.draw
+        steps = draw(st.lists(st.integers(1, 9), min_size=1, max_size=9), label="steps")
+        length = sum(steps)
+        pads = [0, draw(st.integers(0, length), label="pads")]
+        window = draw(st.sampled_from([None, None, 4]), label="window")
+        budget = draw(st.integers(1, 12), label="budget")
+        size = draw(st.sampled_from([{"budget": budget}, {"compression_ratio": 0.5}]), label="size")
+        cfg = KVConfig(
+            metric=draw(st.sampled_from(["l2", "cosine", "streaming"] if window is None else ["l2", "cosine"])),
+            phase=draw(st.sampled_from(["prefill", "chunked", "decode", "both"]), label="phase"),
+            interval=draw(st.integers(1, 6), label="interval"),
+            n_sink=draw(st.integers(0, 3), label="n_sink"),
+            n_recent=draw(st.integers(0, 4), label="n_recent"),
+            window=window,
+            allocation="global" if window is None else draw(st.sampled_from(["global", "per_window"])),
+            centroid=draw(st.sampled_from(["all", "evictable"])),
+            space=draw(st.sampled_from(["post", "pre"])),
+            **size,
+        )
+        mask = torch.arange(length)[None] >= torch.tensor(pads)[:, None]
+        cache = ManifoldCache(tiny("llama").config, cfg, padding_mask=mask)
+        layer = cache.layers[0]
+        keys = torch.randn(2, 2, length, 8, generator=torch.Generator().manual_seed(length + budget))
+        kept: dict = {(row, head): [] for row in range(2) for head in range(2)}
+        slots, stop, share = 0, 0, 0
+        for step in steps:
+            first, start, stop = stop == 0, stop, stop + step
+            full = cache.update(keys[:, :, start:stop], -keys[:, :, start:stop], 0)
+            slots += step
+            assert full[0].shape == full[1].shape == (2, 2, slots, 8)
+            for (row, _), columns in kept.items():
+                columns += range(max(start, pads[row]), stop)
+            share = cfg.keep_count(stop) if first or cfg.phase == "chunked" else share
+            n = self.target(cfg, first, step, slots, share if cfg.budget is None else cfg.budget)
+            if n is not None and n < slots:
+                slots = n
+                for (row, head), columns in kept.items():
+                    self.evict(columns, keys[row, head], pads[row], n, cfg, layer.rotary)
+            assert layer.get_mask_sizes(1) == (slots + 1, stop - slots)
+            assert layer.get_seq_length() == stop
+            for (row, head), columns in kept.items():
+                assert len(columns) == min(len(columns), slots)
+                front = slots - len(columns)
+                assert (layer.stored_positions()[row, head, front:] + pads[row]).tolist() == columns
+                assert torch.equal(layer.keys[row, head, front:], keys[row, head, columns])
+                assert torch.equal(layer.values[row, head, front:], -keys[row, head, columns])
+                assert (0 if layer.pads is None else int(layer.pads[row])) == front
+
+    @staticmethod
+    def target(cfg, first, step, slots, budget):
+        if cfg.phase == "chunked":
+            return budget if first or step > 1 else None
+        if first:
+            return budget if cfg.phase in ("prefill", "both") else None
+        return budget if cfg.phase in ("decode", "both") and slots >= budget + cfg.interval else None
+
+    @staticmethod
+    def evict(columns, keys, pads, n, cfg, rotary):
+        if len(columns) <= n:
+            return
+        positions = torch.tensor(columns)[None, None] - pads
+        scores = score_keys(keys[None, None, columns], cfg, n=n, positions=positions, rotary=rotary)
+        if cfg.allocation == "per_window":
+            chosen = select_per_window(scores, n, tumbling_bounds(len(columns), cfg.window))
+        else:
+            chosen = select(scores, n)
+        columns[:] = [columns[i] for i in chosen[0, 0].tolist()]
+
+    @pytest.mark.parametrize("phase", ["prefill", "both"])
+    def test_a_copy_goes_its_own_way(self, phase, tiny, forward_steps, prompt):
+        """One compressed prompt, several continuations."""
+        model = tiny("llama")
+        ids, mask = prompt(2, 26, pads=[0, 6])
+        cache = ManifoldCache(model.config, config(budget=9, phase=phase, interval=2), padding_mask=mask)
+        forward_steps(model, ids, mask, cache)
+        longer = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), -1)
+        results = []
+        for _ in range(2):
+            branch = copy.deepcopy(cache)
+            results.append(forward_steps(model, ids[:, :1], longer, branch, steps=5)[1])
+            assert branch.get_seq_length() == 32
+        assert torch.equal(*results)
+        assert cache.get_seq_length() == 26
+        assert [stats.evictions for stats in cache.stats()] == [1, 1]
+
+    def test_half_precision_is_scored_as_stored(self, tiny, forward_steps, prompt):
+        model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+        ids, _ = prompt(1, 40)
+        cache = ManifoldCache(model.config, config(budget=15))
+        first, later, _ = forward_steps(model, ids, None, cache, steps=3)
+        assert first.dtype == later.dtype == cache.layers[0].keys.dtype == torch.bfloat16
+        expected = select(score_keys(dense_keys(model, ids, forward_steps), config(budget=15)), 15)
+        assert torch.equal(cache.layers[0].positions[..., :15], expected)
+
+
 class TestMovingRows:
     def filled(self, tiny, forward_steps, prompt, **settings):
         model = tiny("llama")
@@ -601,8 +708,6 @@ class TestPreRotation:
     @pytest.mark.parametrize("name", ["llama", "llama3-rope", "phi", "cohere", "qwen3", "gpt_neox"])
     def test_selects_by_the_keys_before_rotation(self, name, tiny, forward_steps, prompt):
         """Layer 0 against the output of its own key projection (and norm)."""
-        from manifoldkv import score_keys, select
-
         model = tiny(name)
         ids, _ = prompt(1, 40)
         seen = {}

@@ -64,21 +64,24 @@ def select_per_window(
     of them than its share takes the difference from the others.
 
     Args:
-        scores: ``[B, H, T]``; the same tokens must be protected in every head and row.
+        scores: ``[B, H, T]``.
         n: tokens kept per head; ``n >= T`` keeps every token.
         bounds: window starts followed by ``T``: ``[0, ..., T]``.
     """
     _check_scores(scores)
-    length = scores.shape[-1]
-    if n >= length:
+    batch, heads, length = scores.shape
+    if n >= length or not scores.numel():
         return select(scores, n)
+    rows = scores.reshape(batch * heads, 1, length)
     pieces = list(itertools.pairwise(bounds))
-    protected = (
-        [int((scores[0, 0, a:b] == torch.inf).sum()) for a, b in pieces] if scores.numel() else [0] * len(pieces)
-    )
-    quotas = window_quotas(n, [b - a for a, b in pieces], protected)
-    kept = [select(scores[..., a:b], quota) + a for (a, b), quota in zip(pieces, quotas, strict=True)]
-    return torch.cat(kept, dim=-1)
+    protected = torch.stack([(rows[:, 0, a:b] == torch.inf).sum(-1) for a, b in pieces], dim=-1)
+    kept = torch.empty((batch * heads, 1, n), dtype=torch.int64, device=scores.device)
+    for pattern in protected.unique(dim=0):  # one, unless heads have lost different protected tokens
+        alike = (protected == pattern).all(-1)
+        quotas = window_quotas(n, [b - a for a, b in pieces], pattern.tolist())
+        chosen = [select(rows[alike][..., a:b], quota) + a for (a, b), quota in zip(pieces, quotas, strict=True)]
+        kept[alike] = torch.cat(chosen, dim=-1)
+    return kept.view(batch, heads, n)
 
 
 def window_quotas(n: int, sizes: Sequence[int], floors: Sequence[int] | None = None) -> list[int]:
