@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from dppo_toy import ToyBatch
+from dppo.toy import ToyBatch
 
 from dppo import PruningConfig, audit_unbiasedness
 from dppo.audit import DynamicPruning, enumerate_weights

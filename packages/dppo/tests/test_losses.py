@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dppo_toy import ToyBatch
+from dppo.toy import ToyBatch
 
 from dppo.losses import LOSS_TYPES, Surrogate, scale_gradient
 

@@ -1,0 +1,46 @@
+"""`dppo audit`: what pruning would save on a rollout log, and what the popular ways to prune would bias."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from icml26_shared.console import Context
+
+from dppo.config import PruningConfig
+from dppo.logs import read_groups, replay
+
+
+def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
+    """Handler of the command."""
+    if args.batch_prompts < 1:
+        raise ValueError(f"--batch-prompts {args.batch_prompts}: at least 1")
+    cfg = PruningConfig(prompt_rate=args.prompt_rate, completion_rate=args.completion_rate)
+    groups = read_groups(args.log)
+    result = replay(groups, cfg, prompts=args.batch_prompts, seed=ctx.seed).summary()
+    ctx.table(
+        f"{args.log}: {result['completions']} completions in {result['groups']} groups",
+        ["dynamic pruning would", "value"],
+        [
+            ["find dead groups (free)", result["dead_groups"]],
+            ["generate, share of tokens", result["generated_share"]],
+            ["update on, share of tokens", result["updated_share"]],
+            ["speed up (generated + 3 × updated)", result["speedup_tokens"]],
+            ["inflate the gradient's variance by", result["variance_inflation"]],
+            ["keep of the effective sample size", result["ess_share"]],
+        ],
+    )
+    ctx.table(
+        "Bias: signal lost for good, and the drift Σ A·tokens / Σ |A|·tokens that is left",
+        ["method", "signal lost", "drift"],
+        [[name, values["signal_lost"], values["drift"]] for name, values in result["bias"].items()],
+    )
+    lost = {name: result["bias"][name]["signal_lost"] for name in ("cppo", "greso")}
+    worst = max(lost, key=lambda name: (lost[name], name))
+    ctx.say(
+        f"Dynamic pruning would spend {1 / result['speedup_tokens']:.0%} of the tokens without bias; "
+        f"{worst.upper()} would lose {lost[worst]:.1%} of this run's signal without making up for it."
+        if result["speedup_tokens"] and lost[worst] == lost[worst]
+        else "All groups of this log are dead: nothing in it moves the policy, and all of its updates are free to skip."
+    )
+    return {"rates": [cfg.prompt_rate, cfg.completion_rate], **result}
