@@ -127,14 +127,19 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     answer = tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     stats = kv.stats()
     stored, dense = sum(s.stored_bytes for s in stats), sum(s.dense_bytes for s in stats)
-    if args.explain is not None:
-        ctx.say(f"{kv.explain(*args.explain, tokenizer)}\n")
+    explained = None
+    if args.explain is not None and any(layer.evictions for layer in stats):
+        explained = kv.explain(*args.explain, tokenizer)
+        ctx.say(f"{explained}\n")
+    elif args.explain is not None:
+        ctx.note("nothing was evicted, so there is nothing to explain")
     ctx.say(answer)
     ctx.note(
         f"{stats[0].metric}: {stats[0].stored_length} of {stats[0].logical_length} tokens stored per head, "
         f"{stored / 1e6:.2f} of {dense / 1e6:.2f} MB of keys and values"
     )
-    return {"text": answer, "stored_bytes": stored, "dense_bytes": dense, "layers": [vars(s) for s in stats]}
+    result = {"text": answer, "stored_bytes": stored, "dense_bytes": dense, "layers": [vars(s) for s in stats]}
+    return result if explained is None else result | {"explain": vars(explained)}
 
 
 def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:

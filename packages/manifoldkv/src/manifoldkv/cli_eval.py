@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icml26_shared.errors import UserError
+from manifoldkv import __version__
 
 if TYPE_CHECKING:
     from icml26_shared.console import Context
     from manifoldkv.eval import Setting
 
 FULL = "full"
-_DESCRIBES = ("protocol", "n_sink", "n_recent", "window", "dtype", "new_tokens")
+_DESCRIBES = ("protocol", "n_sink", "n_recent", "window", "dtype", "new_tokens")  # what results depend on
 
 
 def ruler_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,16 +33,12 @@ def ruler_arguments(parser: argparse.ArgumentParser) -> None:
 
 def ruler_generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Write ``OUT/TASK/validation.jsonl`` in the benchmark's own format."""
-    from transformers import AutoTokenizer
-
-    from icml26_shared import models
     from icml26_shared.evaluation import ruler as tasks
 
     if args.task not in tasks.TASKS:
         raise UserError(f"--task {args.task!r} is unknown; choose from {', '.join(tasks.TASKS)}")
-    if args.num_samples < 1:
-        raise UserError(f"--num-samples {args.num_samples} must be 1 or more")
-    tokenizer = AutoTokenizer.from_pretrained(models.path(args.tokenizer), local_files_only=True)
+    _at_least_one(args, "num_samples")
+    tokenizer = _tokenizer(args.tokenizer)
     with ctx.progress(args.task, args.num_samples) as bar:
         samples = tasks.generate(
             args.task,
@@ -57,6 +55,29 @@ def ruler_generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     longest = max(sample.length for sample in samples)
     ctx.say(f"{len(samples)} samples of {args.task}, at most {longest} of {args.length} tokens: {path}")
     return {"path": str(path), "samples": len(samples), "longest": longest}
+
+
+def _tokenizer(name: str) -> Any:
+    """Of a named model or of a local folder, which needs no weights."""
+    from icml26_shared import models
+    from icml26_shared.errors import require
+
+    transformers = require("transformers", "manifoldkv[transformers]")
+    folder = models.path(name) if name in models.MODELS else Path(name).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"no tokenizer at {name}; give one of {', '.join(models.MODELS)} or a local folder with one")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {said[0]}") from error
+
+
+def _at_least_one(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be 1 or more")
 
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +105,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, help="tokens per window for local centroids")
     parser.add_argument("--n-sink", type=int, default=0, help="first tokens always kept (default 0)")
     parser.add_argument("--n-recent", type=int, default=0, help="last tokens always kept (default 0)")
-    parser.add_argument("--num-samples", type=int, help="samples per file at most")
+    parser.add_argument("--num-samples", type=int, help="samples per task at most")
     parser.add_argument("--new-tokens", type=int, help="cap on the generated tokens")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("-o", dest="results", metavar="FILE", help="results file (default: results.jsonl in --out)")
@@ -121,6 +142,7 @@ def evaluate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"no TASK/validation.jsonl under {source}; make some with: manifoldkv ruler generate ... -o {source}"
         )
+    _at_least_one(args, "num_samples")
     samples = [sample for file in files for sample in tasks.read_jsonl(file)[: args.num_samples]]
 
     def run(
@@ -137,7 +159,13 @@ def longbench(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """LongBench scores of every setting; resumable like ``eval``."""
     from icml26_shared.evaluation import longbench as bench
 
-    examples = bench.load(args.data)[: args.num_samples]
+    _at_least_one(args, "num_samples", "max_length")
+    counts: Counter[str] = Counter()
+    examples = []
+    for example in bench.load(args.data):
+        counts[example.dataset] += 1
+        if args.num_samples is None or counts[example.dataset] <= args.num_samples:
+            examples.append(example)
 
     def run(
         model: Any, tokenizer: Any, settings: Mapping[str, Setting], store: Any, advance: Any
@@ -157,8 +185,12 @@ def _evaluate(
     from icml26_shared import models
     from icml26_shared.checkpoint import JsonlStore
 
+    _at_least_one(args, "new_tokens")
+    if count == 0:
+        raise UserError(f"{args.data} has no samples")
     settings = settings_of(args, ctx.seed)
-    described = {name: getattr(args, name) for name in _DESCRIBES} | {"model": str(args.model), "seed": ctx.seed}
+    described = {name: getattr(args, name) for name in _DESCRIBES}
+    described |= {"model": str(args.model), "seed": ctx.seed, "version": __version__}
     path = Path(args.results) if args.results else ctx.out_file("results.jsonl")
     with JsonlStore(path, settings=described) as store, ctx.progress("answers", count * len(settings)) as bar:
         model, tokenizer = models.load(args.model, dtype=args.dtype)

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from hashlib import sha256
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from icml26_shared.checkpoint import JsonlStore
+from icml26_shared.errors import UserError
 from icml26_shared.evaluation import longbench, ruler
 from manifoldkv.baselines import SNAPKV_WINDOW, snapkv_scores
 from manifoldkv.config import KVConfig
@@ -24,7 +27,7 @@ from manifoldkv.selection import select
 
 Protocol = Literal["query-agnostic", "query-aware"]
 
-__all__ = ["Prompt", "SnapKV", "answer", "longbench", "ruler", "run_eval", "run_longbench"]
+__all__ = ["Answer", "Prompt", "SnapKV", "answer", "longbench", "ruler", "run_eval", "run_longbench"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class Prompt:
     satisfied: Callable[[str], bool] = field(default=lambda text: False)
 
 
+class Answer(NamedTuple):
+    """A continuation, the tokens of the context that were kept per head and that there were, and the metric used."""
+
+    text: str
+    kept: int
+    total: int
+    metric: str
+
+
 def run_eval(
     model: Any,
     tokenizer: Any,
@@ -73,11 +85,16 @@ def run_eval(
         advance: called with the number of (sample, setting) pairs that got done.
 
     Returns:
-        One row a pair: task, index, config, length, score in [0, 1], output, kept and total tokens of the context.
+        One row a pair: task, index, config, length, prompt (a digest), score in [0, 1], output, kept and total tokens of the
+        context, metric used (empty: the full cache).
+
+    Raises:
+        ValueError: an unknown protocol, or fewer than one new token.
+        UserError: the store's results are of other prompts.
     """
 
     def prompt(sample: ruler.Sample) -> Prompt:
-        limit = min(sample.max_new_tokens, max_new_tokens or sample.max_new_tokens)
+        limit = _new_tokens(sample.max_new_tokens, max_new_tokens)
         found = partial(_all_found, references=sample.outputs)
         return Prompt(sample.context, sample.question + sample.answer_prefix, limit, found)
 
@@ -104,14 +121,27 @@ def run_longbench(
     Args:
         max_length: contexts longer than this many tokens lose their middle.
     """
-    items = []
-    for index, example in enumerate(examples):
+    items: list[_Item] = []
+    counts: Counter[str] = Counter()
+    for example in examples:
+        if example.dataset not in longbench.DATASETS:
+            raise UserError(
+                f"unknown LongBench data set {example.dataset!r}; known are {', '.join(longbench.DATASETS)}"
+            )
         dataset = longbench.DATASETS[example.dataset]
         context = longbench.middle_truncate(tokenizer, example.context, max_length)
-        limit = min(dataset.max_new_tokens, max_new_tokens or dataset.max_new_tokens)
+        limit = _new_tokens(dataset.max_new_tokens, max_new_tokens)
         prompt = Prompt(f"{dataset.instruction}\n\n{context}", f"\n\n{example.input}\n", limit)
-        items.append(_Item(example.dataset, index, example.length, prompt, partial(longbench.score, example=example)))
+        score = partial(longbench.score, example=example)
+        items.append(_Item(example.dataset, counts[example.dataset], example.length, prompt, score))
+        counts[example.dataset] += 1
     return _run(model, tokenizer, items, settings, protocol, store, advance)
+
+
+def _new_tokens(own: int, cap: int | None) -> int:
+    if cap is not None and cap < 1:
+        raise ValueError(f"max_new_tokens={cap} must be 1 or more, or None for what each task allows")
+    return own if cap is None else min(own, cap)
 
 
 @dataclass(frozen=True)
@@ -121,6 +151,11 @@ class _Item:
     length: int
     prompt: Prompt
     score: Callable[[str], float]
+
+    @property
+    def digest(self) -> str:
+        """Tells whether results on disk are of this prompt."""
+        return sha256(f"{self.prompt.context}\0{self.prompt.question}".encode()).hexdigest()[:16]
 
 
 def _match(text: str, references: Sequence[str]) -> float:
@@ -145,19 +180,45 @@ def _run(
     choices: dict[str, MetricChoice] = {}  # metric="auto" settles once per setting, as in one with-block
     rows = []
     for item in items:
-        known = {} if store is None else {name: store.get((item.task, item.index, name)) for name in settings}
-        todo = {name: setting for name, setting in settings.items() if known.get(name) is None}
+        known = {} if store is None else _finished(store, item, settings, choices)
+        todo = {name: setting for name, setting in settings.items() if name not in known}
         answers = answer(model, tokenizer, item.prompt, todo, protocol, choices) if todo else {}
-        for name, (text, kept, total) in answers.items():
-            row = {"task": item.task, "index": item.index, "config": name, "length": item.length}
-            row |= {"score": item.score(text), "output": text, "kept": kept, "total": total}
-            known[name] = row
+        for name, found in answers.items():
+            row = {"task": item.task, "index": item.index, "config": name, "length": item.length, "prompt": item.digest}
+            row |= {"score": item.score(found.text), "output": found.text, "kept": found.kept, "total": found.total}
+            known[name] = row | {"metric": found.metric}
             if store is not None:
-                store.append(row)
-        rows += [row for name in settings if (row := known[name]) is not None]
+                store.append(known[name])
+        rows += [known[name] for name in settings]
         if advance is not None:
             advance(len(settings))
     return rows
+
+
+def _finished(
+    store: JsonlStore, item: _Item, settings: Mapping[str, Setting], choices: dict[str, MetricChoice]
+) -> dict[str, dict[str, Any]]:
+    """Rows of an earlier run. They also settle ``"auto"``, so that a resumed run goes on with the metric it began with."""
+    found = {}
+    for name, setting in settings.items():
+        row = store.get((item.task, item.index, name))
+        if row is None:
+            continue
+        if row.get("prompt") != item.digest:
+            raise UserError(
+                f"{store.path} has results of another prompt for sample {item.index} of {item.task}; use another results file"
+            )
+        found[name] = row
+        if (
+            isinstance(setting, KVConfig)
+            and setting.metric == "auto"
+            and not setting.per_layer
+            and row["metric"] != "auto"
+        ):
+            choice = choices.setdefault(name, MetricChoice(setting))
+            if choice.settled is None and row["total"] >= choice.rule.min_tokens:
+                choice.settled = row["metric"]
+    return found
 
 
 @torch.inference_mode()
@@ -168,8 +229,8 @@ def answer(
     settings: Mapping[str, Setting],
     protocol: Protocol = "query-agnostic",
     choices: dict[str, MetricChoice] | None = None,
-) -> dict[str, tuple[str, int, int]]:
-    """Greedy continuations of one prompt under each setting: ``{name: (text, kept tokens, context tokens)}``.
+) -> dict[str, Answer]:
+    """Greedy continuations of one prompt under each setting, by name.
 
     The context is prefilled once; settings that keep the same number of tokens are decoded together as one batch.
     Decoding stops at the end-of-sequence token, or as soon as the prompt is satisfied.
@@ -181,7 +242,7 @@ def answer(
     question = tokenizer(rest, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device).long()
     dense, last, queries = _prefill(model, first, settings)
     groups: dict[tuple[int, str], list[tuple[str, ManifoldCache]]] = {}
-    results: dict[str, tuple[str, int, int]] = {}
+    results: dict[str, Answer] = {}
     for name, setting in settings.items():
         if isinstance(setting, KVConfig) and setting.head_budget == "adaptive":
             results[name] = _answer_per_head(model, tokenizer, first, question, setting, prompt)
@@ -189,12 +250,14 @@ def answer(
         cache = _compressed(model, dense, setting, queries, (choices or {}).get(name))
         if choices is not None and name not in choices:
             choices[name] = cache.choice
-        alone = name if cache.cfg.phase in ("decode", "both") else ""  # evicts while decoding, by a metric of its own
+        alone = "" if cache.cfg.phase == "prefill" else name  # evicts again, by a rule of its own
         groups.setdefault((cache.manifold_layers[0].stored, alone), []).append((name, cache))
     for (kept, _), members in groups.items():
         cache = ManifoldCache.stack([member for _, member in members])
         texts = _decode(model, tokenizer, cache, question, last, prompt, len(members))
-        results |= {name: (text, kept, first.shape[1]) for (name, _), text in zip(members, texts, strict=True)}
+        for (name, member), text in zip(members, texts, strict=True):
+            metric = "" if settings[name] is None else member.manifold_layers[0].metric_used
+            results[name] = Answer(text, kept, first.shape[1], metric)
     return {name: results[name] for name in settings}
 
 
@@ -260,7 +323,7 @@ def _decode(
 
 def _answer_per_head(
     model: Any, tokenizer: Any, first: Tensor, question: Tensor, cfg: KVConfig, prompt: Prompt
-) -> tuple[str, int, int]:
+) -> Answer:
     """Budgets per head need the attention that ``compress`` installs, so this setting runs by itself."""
     with compress(model, cfg) as kv:
         last = model(first, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -268,7 +331,7 @@ def _answer_per_head(
             raise RuntimeError("the prompt ran without a cache; is use_cache off in the model's config?")
         kept = kv.cache.manifold_layers[0].fill()
         (text,) = _decode(model, tokenizer, kv.cache, question, last, prompt, 1)
-    return text, kept, first.shape[1]
+    return Answer(text, kept, first.shape[1], kv.cache.manifold_layers[0].metric_used)
 
 
 def _end_tokens(model: Any) -> set[int]:

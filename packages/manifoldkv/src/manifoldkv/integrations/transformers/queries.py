@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _NAME = "manifoldkv_capture_queries"
-_CAPTURED: ContextVar[tuple[dict[int, Tensor], int] | None] = ContextVar("manifoldkv_captured_queries", default=None)
+
+
+@dataclass(frozen=True)
+class _Capture:
+    window: int
+    usual: str
+    queries: dict[int, Tensor] = field(default_factory=dict)
+
+    def attention(self, module: nn.Module) -> Callable[..., Any]:
+        """The attention function that the model runs with; the eager one lives beside the model's own classes."""
+        if self.usual == "eager":
+            own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+            return own
+        usual: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[self.usual]
+        return usual
+
+
+_CAPTURE: ContextVar[_Capture | None] = ContextVar("manifoldkv_captured_queries", default=None)
 
 
 @contextmanager
 def capture_queries(model: Any, window: int) -> Iterator[dict[int, Tensor]]:
     """Collect the rotated queries ``[B, heads, window, D]`` of the last tokens of each forward, keyed by layer index.
 
-    The model runs on scaled dot-product attention meanwhile and is restored on the way out.
+    The model computes what it always does and is restored on the way out.
     """
+    capture = _Capture(window, model.config._attn_implementation)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sdpa_mask)
-    usual = model.config._attn_implementation
-    queries: dict[int, Tensor] = {}
-    token = _CAPTURED.set((queries, window))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[capture.usual])
+    token = _CAPTURE.set(capture)
     model.set_attn_implementation(_NAME)
     try:
-        yield queries
+        yield capture.queries
     finally:
-        model.set_attn_implementation(usual)
-        _CAPTURED.reset(token)
+        model.set_attn_implementation(capture.usual)
+        _CAPTURE.reset(token)
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    captured = _CAPTURED.get()
-    if captured is not None:
-        captured[0][module.layer_idx] = query[:, :, -captured[1] :].detach()
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+) -> Any:
+    capture = _CAPTURE.get()
+    if capture is None:
+        raise RuntimeError("the model was left with the attention of capture_queries")
+    capture.queries[module.layer_idx] = query[:, :, -capture.window :].detach()  # type: ignore[index]
+    return capture.attention(module)(module, query, key, value, attention_mask, **kwargs)
