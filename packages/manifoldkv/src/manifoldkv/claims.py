@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from icml26_shared.checkpoint import JsonlStore
+from icml26_shared.checkpoint import JsonlStore, SettingsMismatch
 from icml26_shared.claims import Claim, ClaimContext, Measurement, Needs, Result, Rule, paired
+from icml26_shared.environment import source_digest
+from manifoldkv import __version__
 from manifoldkv.baselines import keydiff
 from manifoldkv.config import KVConfig
 
@@ -50,6 +52,17 @@ def _answers(ctx: ClaimContext, tasks: Sequence[str], lengths: Sequence[int] = P
                 except MissingData as missing:
                     raise Needs(f"the essay haystack ({missing})") from missing
     return rows
+
+
+def _store(ctx: ClaimContext, name: str, **settings: Any) -> JsonlStore:
+    """Answers of these very sources; those of other sources are not mixed in but made again."""
+    settings |= {"sources": source_digest("manifoldkv"), "version": __version__, "seed": ctx.seed}
+    path = ctx.out_file(name)
+    try:
+        return JsonlStore(path, settings=settings)
+    except SettingsMismatch:
+        ctx.note(f"{path}: made by other sources or settings, measured again")
+        return JsonlStore(path, settings=settings, fresh=True)
 
 
 def _cell(
