@@ -119,12 +119,11 @@ def tiny_folder(tmp_path_factory):
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = (
-        "the grass is green sky blue sun yellow here we go there and back again The Here There One of special magic "
-        "numbers number for What are all mentioned in provided text Some hidden within following Make sure to memorize it I "
-        "will quiz you about afterwards A hi : . , ? ! - 0 1 2 3 4 5 6 7 8 9 Paragraph answer question"
-    ).split()
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *dict.fromkeys(words)])}
+    text = """the grass is green sky blue sun yellow here we go there and back again The Here There One of special
+        magic numbers number for What are all mentioned in provided text Some hidden within following Make sure to
+        memorize it I will quiz you about afterwards A hi : . , ? ! - 0 1 2 3 4 5 6 7 8 9 Paragraph answer question"""
+    words = dict.fromkeys(["<pad>", "<s>", "</s>", "<unk>", *text.split()])
+    vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     split = [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)

@@ -43,6 +43,14 @@ app.command(
     help="LongBench scores under several settings",
     arguments=f"{_EVAL}:longbench_arguments",
 )
+_VLLM_CHECK = "manifoldkv.integrations.vllm.check"
+app.command(
+    "vllm-check",
+    f"{_VLLM_CHECK}:run",
+    help="show the free blocks of a vLLM engine with the plug-in off and on",
+    arguments=f"{_VLLM_CHECK}:arguments",
+    resumable=False,
+)
 
 
 def main() -> None:

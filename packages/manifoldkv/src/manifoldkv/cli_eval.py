@@ -186,8 +186,6 @@ def _evaluate(
     from icml26_shared.checkpoint import JsonlStore
 
     _at_least_one(args, "new_tokens")
-    if count == 0:
-        raise UserError(f"{args.data} has no samples")
     settings = settings_of(args, ctx.seed)
     described = {name: getattr(args, name) for name in _DESCRIBES}
     described |= {"model": str(args.model), "seed": ctx.seed, "version": __version__}

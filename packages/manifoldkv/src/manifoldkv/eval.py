@@ -85,8 +85,8 @@ def run_eval(
         advance: called with the number of (sample, setting) pairs that got done.
 
     Returns:
-        One row a pair: task, index, config, length, prompt (a digest), score in [0, 1], output, kept and total tokens of the
-        context, metric used (empty: the full cache).
+        One row a pair: task, index, config, length, prompt (a digest), score in [0, 1], output, kept and total tokens
+        of the context, metric used (empty: the full cache).
 
     Raises:
         ValueError: an unknown protocol, or fewer than one new token.
@@ -198,7 +198,7 @@ def _run(
 def _finished(
     store: JsonlStore, item: _Item, settings: Mapping[str, Setting], choices: dict[str, MetricChoice]
 ) -> dict[str, dict[str, Any]]:
-    """Rows of an earlier run. They also settle ``"auto"``, so that a resumed run goes on with the metric it began with."""
+    """Rows of an earlier run. They also settle ``"auto"``: a resumed run goes on with the metric it began with."""
     found = {}
     for name, setting in settings.items():
         row = store.get((item.task, item.index, name))
@@ -206,17 +206,13 @@ def _finished(
             continue
         if row.get("prompt") != item.digest:
             raise UserError(
-                f"{store.path} has results of another prompt for sample {item.index} of {item.task}; use another results file"
+                f"{store.path} has results of another prompt for sample {item.index} of {item.task}; "
+                "use another results file"
             )
         found[name] = row
-        if (
-            isinstance(setting, KVConfig)
-            and setting.metric == "auto"
-            and not setting.per_layer
-            and row["metric"] != "auto"
-        ):
+        if isinstance(setting, KVConfig) and setting.metric == "auto" and not setting.per_layer:
             choice = choices.setdefault(name, MetricChoice(setting))
-            if choice.settled is None and row["total"] >= choice.rule.min_tokens:
+            if choice.settled is None and row["metric"] != "auto" and row["total"] >= choice.rule.min_tokens:
                 choice.settled = row["metric"]
     return found
 

@@ -259,8 +259,8 @@ class Compression:
     def explain(self, layer: int, head: int, tokenizer: Any, row: int = 0) -> Explanation:
         """Which tokens of the last prompt a head kept and evicted, with the radial and angular part of each score.
 
-        It is the first eviction that is shown; with ``phase="decode"`` the tokens generated before it are part of it (and
-        beam search, which moves rows meanwhile, isn't followed).
+        It is the first eviction that is shown; with ``phase="decode"`` the tokens generated before it are part of it
+        (and beam search, which moves rows meanwhile, isn't followed).
 
         ``print(kv.explain(0, 0, tokenizer))`` shows the prompt's text with the evicted spans in brackets.
 

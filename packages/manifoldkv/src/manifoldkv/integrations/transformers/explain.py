@@ -89,7 +89,7 @@ class Explanation:
 def explain(
     trace: Trace, ids: Tensor, padded: Tensor | None, tokenizer: Any, layer: int, head: int, row: int
 ) -> Explanation:
-    """The trace of one head as text. ``ids`` are the tokens it saw ``[B, T]``, ``padded`` the padding in front ``[B]``."""
+    """The trace of one head as text: ``ids`` are the tokens it saw ``[B, T]``, ``padded`` the pads in front ``[B]``."""
     rows, heads, length = trace.scores.shape
     if not 0 <= head < heads:
         raise ValueError(f"head={head} is not one of the {heads} key-value heads (0 ... {heads - 1})")
