@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from manifoldkv.config import KVConfig
 from manifoldkv.geometry import DiagnoseRule, Diagnosis, TooFewTokensError, diagnose_keys
@@ -127,13 +127,10 @@ class ManifoldCache(Cache):
         self.choice = choice or MetricChoice(cfg)
         self.padding_mask: Tensor | None = None
         rotary = rotary_of(decoder) if cfg.space == "pre" else None
-        types, kwargs = get_layer_types_and_kwargs(decoder)
-        layers: list[Any] = []
-        for index, (kind, own) in enumerate(zip(types, kwargs, strict=True)):
-            if kind == "full_attention":
-                layers.append(kind_of_layer(cfg, index, self._metric_for, self._padding_of_step, rotary))
-            else:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**own))
+        layers = _stock_layers(decoder)
+        for index, stock in enumerate(layers):
+            if type(stock) is DynamicLayer:
+                layers[index] = kind_of_layer(cfg, index, self._metric_for, self._padding_of_step, rotary)
         for layer in layers:
             if isinstance(layer, ManifoldLayer):
                 layer.tracing = trace
@@ -340,21 +337,32 @@ def check_supported(decoder: PreTrainedConfig, cfg: KVConfig) -> None:
         )
     if kind == "mllama_text_model":
         raise UnsupportedModelError(f"{kind}: cross-attention shares the cache, so its layers differ in length")
-    types = get_layer_types_and_kwargs(decoder)[0]
     if getattr(decoder, "kv_lora_rank", None):
         raise NotImplementedError(
             f"{kind}, layer 0: latent (MLA) caches aren't supported; eviction needs per-head keys"
         )
-    for index, name in enumerate(types):
-        if name not in DYNAMIC_LAYER_TYPE_MAPPING:
-            raise UnsupportedModelError(f"{kind}, layer {index}: cache type {name!r} isn't supported")
-        if name in ("indexed_attention", "hybrid"):
-            raise UnsupportedModelError(f"{kind}, layer {index}: cache type {name!r} holds more than keys and values")
-    if "full_attention" not in types:
+    layers = _stock_layers(decoder)
+    names = getattr(decoder, "layer_types", None) or [
+        "sliding_attention" if getattr(layer, "is_sliding", False) else type(layer).__name__ for layer in layers
+    ]
+    for index, layer in enumerate(layers):
+        if isinstance(layer, DynamicLayer) and type(layer) is not DynamicLayer and not layer.is_sliding:
+            raise UnsupportedModelError(
+                f"{kind}, layer {index}: cache type {names[index]!r} holds more than keys and values"
+            )
+    if all(type(layer) is not DynamicLayer for layer in layers):
         raise UnsupportedModelError(
-            f"{kind} has no full-attention layer (its layers are {', '.join(sorted(set(types)))}): there is nothing to "
+            f"{kind} has no full-attention layer (its layers are {', '.join(sorted(set(names)))}): there is nothing to "
             "compress"
         )
+
+
+def _stock_layers(decoder: PreTrainedConfig) -> list[Any]:
+    """The layers of transformers' own cache for this model; those of full attention are exactly ``DynamicLayer``."""
+    try:
+        return DynamicCache(config=decoder).layers
+    except KeyError as error:
+        raise UnsupportedModelError(f"{decoder.model_type}: cache type {error} isn't supported") from error
 
 
 __all__ = ["ManifoldCache", "MetricChoice", "UnsupportedModelError", "check_supported"]

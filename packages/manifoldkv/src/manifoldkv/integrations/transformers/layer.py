@@ -237,6 +237,8 @@ class ManifoldLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
+        self.keys = self.values = None  # the base class of transformers 5.16 and 5.17 only zeroes them
+        self.is_initialized = False
         self._clear()
 
     def crop(self, tokens_to_remove: int) -> None:
