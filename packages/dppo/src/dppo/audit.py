@@ -96,13 +96,13 @@ def _prompt_components(strata: Strata, cfg: PruningConfig, low: Any) -> list[Com
     if low is None:
         return []
     low_groups = torch.nonzero(torch.as_tensor(low)).flatten()
+    if not len(low_groups):
+        return []
     rows = [torch.nonzero(strata.group == g).flatten() for g in low_groups]
     if cfg.mode == "bernoulli":
         return [replace(bernoulli(members, cfg.prompt_rate), saves_rollouts=True) for members in rows]
     if cfg.mode != "fixed":
         raise ValueError(f"the prompt level is audited with mode 'bernoulli' or 'fixed', not {cfg.mode!r}")
-    if not rows:
-        return []
     pick = fixed_removal(torch.arange(len(rows)), int(floor_count(cfg.prompt_rate, torch.tensor(len(rows)))))
     spread = torch.cat([torch.full((len(members),), g) for g, members in enumerate(rows)])
     return [Component(torch.cat(rows), pick.probability, pick.factor[:, spread], saves_rollouts=True)]

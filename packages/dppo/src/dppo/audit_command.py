@@ -31,8 +31,8 @@ def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         ],
     )
     ctx.table(
-        "Bias: signal lost for good, and the drift Σ A·tokens / Σ |A|·tokens that is left",
-        ["method", "signal lost", "drift"],
+        "Bias of not re-weighting",
+        ["method", "signal Σ |A|·tokens lost", "net push Σ A·tokens ÷ Σ |A|·tokens"],
         [[name, values["signal_lost"], values["drift"]] for name, values in result["bias"].items()],
     )
     lost = {name: result["bias"][name]["signal_lost"] for name in ("cppo", "greso")}
