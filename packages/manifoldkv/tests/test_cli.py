@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from manifoldkv import KVConfig  # noqa: E402
-from manifoldkv.cli import app  # noqa: E402
+from manifoldkv import KVConfig
+from manifoldkv.cli import app
 
 LONGBENCH = [
     {"input": "what ?", "context": "the sky is blue . " * 12, "answers": ["blue"], "length": 60, "dataset": "hotpotqa",

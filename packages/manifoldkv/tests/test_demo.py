@@ -15,9 +15,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from manifoldkv import KVConfig  # noqa: E402
-from manifoldkv import demo  # noqa: E402
-from manifoldkv.cli import app  # noqa: E402
+from manifoldkv import (
+    KVConfig,
+    demo,
+)
+from manifoldkv.cli import app
 
 NAMES = [
     "auto (ManifoldKV)",
@@ -119,9 +121,9 @@ class TestConclusion:
     def test_names_the_best_rule_and_its_figures(self):
         line = demo.conclude(figures(cosine=0.875, L2=0.5, auto=0.75))
         assert line == (
-            "With half of the cache removed, cosine (KeyDiff) found 88% of the needles (full cache: 100%); plain L2 found 25%, "
-            "and the metric that 'auto' chose found 75%."
-        ).replace("25%", "50%")
+            "With half of the cache removed, cosine (KeyDiff) found 88% of the needles (full cache: 100%); "
+            "plain L2 found 50%, and the metric that 'auto' chose found 75%."
+        )
 
     def test_names_all_that_share_the_first_place(self):
         line = demo.conclude(figures(cosine=0.5, SnapKV=0.5))

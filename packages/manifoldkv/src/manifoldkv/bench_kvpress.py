@@ -1,6 +1,6 @@
 """One row of the bench inside an environment where kvpress works: ``python -m manifoldkv.bench_kvpress METRIC PRESS``.
 
-Both presses hook the same random Llama (8 layers, 8 key-value heads of 128) on the same 2,048 tokens, in turns.
+Both presses hook the same random Llama (8 layers, 8 key-value heads of 128) on the same prompt, in turns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from icml26_shared.bench import Measured, compare
 
 
-def main(metric: str, press: str) -> None:
+def main(metric: str, press: str, tokens: str = "2048", pairs: str = "10") -> None:
     """Print the measurement as one line of JSON."""
     import kvpress
     import torch
@@ -31,7 +31,7 @@ def main(metric: str, press: str) -> None:
         vocab_size=1000,
     )
     model = LlamaForCausalLM(config).eval()
-    ids = torch.randint(0, 1000, (1, 2048))
+    ids = torch.randint(0, 1000, (1, int(tokens)))
 
     def prefill(own: Any) -> None:
         with torch.inference_mode(), own(model):
@@ -39,7 +39,8 @@ def main(metric: str, press: str) -> None:
 
     ours = ManifoldKVPress(0.5, metric=metric)
     theirs = getattr(kvpress, press)(0.5)
-    print(json.dumps(Measured(compare(lambda: prefill(ours), lambda: prefill(theirs), pairs=10, warmup=2)).to_json()))
+    times = compare(lambda: prefill(ours), lambda: prefill(theirs), pairs=int(pairs), warmup=2)
+    print(json.dumps(Measured(times).to_json()))
 
 
 if __name__ == "__main__":

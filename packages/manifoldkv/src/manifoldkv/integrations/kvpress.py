@@ -8,6 +8,7 @@ serves ``with press(model): ...`` on transformers >= 5.16, which kvpress 0.5 doe
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from manifoldkv.scoring import score_keys
 from manifoldkv.selection import select
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn")  # an attention layer has one of them
+_CACHE_NAMES = ("past_key_values", "layer_past")  # how an attention layer's forward calls its cache
 
 
 class Press(ABC):
@@ -63,7 +65,7 @@ class Press(ABC):
 
     def forward_hook(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Compress one layer's cache after its prompt was attended."""
-        cache = kwargs.get("past_key_values")
+        cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if cache is None:
             return output
@@ -85,6 +87,10 @@ class LocalPress(Press):
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
         """Compress the prompts that run inside the ``with``."""
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(model).__name__} is an encoder-decoder: use manifoldkv.compress instead of a press"
+            )
         hooks = [
             module.register_forward_hook(self.forward_hook, with_kwargs=True)
             for module in model.modules()
@@ -104,11 +110,14 @@ class LocalPress(Press):
 
 def _base() -> type:
     """:class:`Press` on kvpress's ``ScorerPress`` where that imports, else :class:`LocalPress`."""
-    if importlib.util.find_spec("kvpress") is None:
-        return LocalPress
     try:
         from kvpress.presses.scorer_press import ScorerPress
-    except ImportError:  # it pins an older transformers: one that removed what it imports counts as not installed
+    except ImportError as error:
+        if importlib.util.find_spec("kvpress") is not None:  # it pins an older transformers than may be there
+            warnings.warn(
+                f"kvpress is installed but can't be imported ({error}); presses work alone, without its wrappers",
+                stacklevel=2,
+            )
         return LocalPress
 
     class KVPress(Press, ScorerPress):
