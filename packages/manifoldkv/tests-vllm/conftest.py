@@ -60,7 +60,7 @@ def prose(smollm2: str) -> Callable[[int, int], list[int]]:
     return make
 
 
-SMALL = {"vocab_size": 512, "max_position_embeddings": 2048, "intermediate_size": 256, "initializer_range": 0.2}
+SMALL = {"vocab_size": 4096, "max_position_embeddings": 2048, "intermediate_size": 256, "initializer_range": 0.2}
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen2": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "use_sliding_window": False},
@@ -91,8 +91,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, A
 
 @pytest.fixture(scope="session")
 def noise() -> Callable[[int, int], list[int]]:
-    """``noise(length, seed)``: random ids from 1 to 511 (0 is the padding id, whose embedding is zero)."""
-    return lambda length, seed=0: [random.Random(seed * 7919 + i).randrange(1, 512) for i in range(length)]
+    """``noise(length, seed)``: different random ids (0 is left out: the padding id, whose embedding is zero)."""
+    return lambda length, seed=0: random.Random(seed).sample(range(1, 4096), length)
 
 
 @pytest.fixture(autouse=True)

