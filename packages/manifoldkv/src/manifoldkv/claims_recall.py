@@ -1,9 +1,8 @@
-"""A small language model that learns to recall: which metric suits it is decided by how it was trained, not by us.
+"""A small language model trained here to recall: which metric suits it is decided by its training, not by us.
 
-A sequence is filler with key-value pairs at random places, then queries: keys of the pairs, drawn with replacement,
-each followed by its value. The loss is on the values of the queries; accuracy is that of the first query, which nothing
-after the context answers. With ``qk_norm`` the model normalises queries and keys per head (Qwen3), so its cached keys
-have nearly constant norms; without it (Llama) they may take any.
+A context is filler with pairs at random places; a pair is one position that carries a key and a value (the sum of their
+embeddings). Queries are keys of the pairs; the model answers each with its value. With ``qk_norm`` queries and keys are
+normalised per head (Qwen3), so cached keys have nearly constant norms; without it (Llama) they may take any.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from icml26_shared.checkpoint import load_state, save_state
 from manifoldkv.config import KVConfig
 
 PAIRS = 6
-QUERIES = 16
-CONTEXT = 48
-_KEYS, _VALUES, _FILLER = 24, 24, 8
-_BOS, _QUERY = 0, 1
-_FIRST_KEY, _FIRST_VALUE, _FIRST_FILLER = 2, 2 + _KEYS, 2 + _KEYS + _VALUES
-VOCABULARY = 2 + _KEYS + _VALUES + _FILLER
+QUERIES = 6
+CONTEXT = 64
+_KEYS, _VALUES, _FILLER = 32, 32, 8
+_NOTHING, _FIRST_KEY = 0, 1
+_FIRST_VALUE = _FIRST_KEY + _KEYS
+_FIRST_FILLER = _FIRST_VALUE + _VALUES
+VOCABULARY = _FIRST_FILLER + _FILLER
+_LEARNING_RATE = 3e-3
 _SAVE_EVERY = 250
 
 
@@ -42,40 +43,43 @@ def build(qk_norm: bool, seed: int) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.05,
+        max_position_embeddings=512,
+        initializer_range=0.1,
         tie_word_embeddings=False,
-        bos_token_id=_BOS,
+        bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
     return model_class(config)
 
 
-def sequences(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``(contexts, queries)``: ``[count, CONTEXT]`` and ``[count, 1 + 2 QUERIES]`` (mark, key, value, key, ...)."""
-    context = _FIRST_FILLER + torch.randint(_FILLER, (count, CONTEXT), generator=generator)
-    context[:, 0] = _BOS
+def sequences(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """``(contexts, queries, answers)``: ``[count, CONTEXT, 2]``, ``[count, QUERIES, 2]`` and ``[count, QUERIES]``.
+
+    The second token of a position is a value, or nothing.
+    """
+    first = _FIRST_FILLER + torch.randint(_FILLER, (count, CONTEXT), generator=generator)
+    second = torch.full((count, CONTEXT), _NOTHING)
     keys = _FIRST_KEY + torch.rand((count, _KEYS), generator=generator).argsort(-1)[:, :PAIRS]
     values = _FIRST_VALUE + torch.randint(_VALUES, (count, PAIRS), generator=generator)
-    slots = torch.rand((count, (CONTEXT - 2) // 2), generator=generator).argsort(-1)[:, :PAIRS] * 2 + 1
-    context.scatter_(1, slots, keys).scatter_(1, slots + 1, values)
-    order = torch.randint(PAIRS, (count, QUERIES), generator=generator)
-    asked = torch.stack((keys.gather(1, order), values.gather(1, order)), -1).flatten(1)
-    return context, torch.cat((torch.full((count, 1), _QUERY), asked), 1)
+    slots = torch.rand((count, CONTEXT), generator=generator).argsort(-1)[:, :PAIRS]
+    first.scatter_(1, slots, keys)
+    second.scatter_(1, slots, values)
+    order = torch.rand((count, PAIRS), generator=generator).argsort(-1)[:, :QUERIES]
+    asked = keys.gather(1, order)
+    queries = torch.stack((asked, torch.full_like(asked, _NOTHING)), -1)
+    return torch.stack((first, second), -1), queries, values.gather(1, order)
 
 
-def train(
-    qk_norm: bool,
-    seed: int,
-    steps: int,
-    path: Path,
-    batch: int = 32,
-    advance: Callable[[int], None] | None = None,
-) -> Any:
+def embed(model: Any, tokens: Tensor) -> Tensor:
+    """Sum of the two embeddings of each position: ``[B, T, 2]`` to ``[B, T, hidden]``."""
+    return model.get_input_embeddings()(tokens).sum(2)
+
+
+def train(qk_norm: bool, seed: int, steps: int, path: Path, advance: Callable[[int], None] | None = None) -> Any:
     """Train with AdamW for ``steps``, saving every 250 steps to ``path``; an interrupted run goes on from there."""
     model = build(qk_norm, seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, betas=(0.9, 0.98))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01)
     start = 0
     if path.is_file():
         saved = load_state(path)
@@ -85,12 +89,12 @@ def train(
         if advance is not None:
             advance(start)
     for step in range(start, steps):
-        context, queries = sequences(batch, torch.Generator().manual_seed(seed * 1_000_003 + step))
-        tokens = torch.cat((context, queries), 1)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        context, queries, answers = sequences(16, generator)
         for group in optimiser.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 100) * (1 - 0.9 * step / steps)
-        logits = model(input_ids=tokens, use_cache=False).logits[:, CONTEXT + 1 : -1 : 2]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), queries[:, 2::2].flatten())
+            group["lr"] = _LEARNING_RATE * min(1.0, (step + 1) / 100) * (1 - 0.9 * step / steps)
+        logits = model(inputs_embeds=embed(model, torch.cat((context, queries), 1)), use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, -QUERIES:].flatten(0, 1), answers.flatten())
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,17 +107,19 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(model: Any, context: Tensor, queries: Tensor, cfg: KVConfig | None) -> float:
-    """Share of first queries answered after the context was compressed (``None``: the full cache)."""
+def keys_of(model: Any, context: Tensor) -> list[Tensor]:
+    """Cached keys of each layer, for the diagnosis."""
+    return [layer.keys for layer in model(inputs_embeds=embed(model, context), use_cache=True).past_key_values.layers]
+
+
+@torch.no_grad()
+def accuracy(model: Any, context: Tensor, queries: Tensor, answers: Tensor, cfg: KVConfig | None) -> float:
+    """Share of queries answered after the context was compressed (``None``: the full cache)."""
     from transformers import DynamicCache
 
     from manifoldkv.integrations.transformers import ManifoldCache
 
-    right = 0
-    for start in range(0, len(context), 40):
-        own, asked = context[start : start + 40], queries[start : start + 40]
-        cache = DynamicCache(config=model.config) if cfg is None else ManifoldCache(model.config, cfg)
-        model(input_ids=own, past_key_values=cache)
-        logits = model(input_ids=asked[:, :2], past_key_values=cache).logits[:, -1]
-        right += int((logits.argmax(-1) == asked[:, 2]).sum())
-    return right / len(context)
+    cache = DynamicCache(config=model.config) if cfg is None else ManifoldCache(model.config, cfg)
+    model(inputs_embeds=embed(model, context), past_key_values=cache)
+    logits = model(inputs_embeds=embed(model, queries), past_key_values=cache).logits
+    return float((logits.argmax(-1) == answers).double().mean())

@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=4, help="samples per task (default 4)")
     parser.add_argument("--tokens", type=int, default=400, help="length of the prompts in tokens (default 400)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
-    parser.add_argument("--new-tokens", type=int, default=16, help="tokens generated at most per answer (default 16)")
+    parser.add_argument("--new-tokens", type=int, default=12, help="tokens generated at most per answer (default 12)")
 
 
 def settings_at(ratio: float, seed: int) -> dict[str, Setting]:
