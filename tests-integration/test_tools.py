@@ -153,26 +153,43 @@ def test_an_unknown_package_is_named_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stderr", "expected"),
+    ("which", "stderr", "expected"),
     [
-        ("error: No solution found when resolving dependencies\n  cause: there is no version of torch==2.13.0+cpu", 75),
-        ("error: Failed to fetch: connection refused", "error: resolving the vLLM environment failed"),
-        ("error: No solution found when resolving dependencies\n  cause: rich conflicts with rich", "error: resolving"),
+        ("vllm", "No solution found when resolving dependencies\n cause: there is no version of torch==2.13.0+cpu", 75),
+        ("vllm", "Failed to fetch: connection refused", "error: resolving the vllm environment failed"),
+        ("vllm", "No solution found when resolving dependencies\n cause: rich conflicts with rich", "error: resolving"),
+        ("kvpress", "No solution found when resolving dependencies:\n ╰─▶ there is no version of\n kvpress==0.5.5", 75),
+        ("kvpress", "No solution found when resolving dependencies: kvpress was not found in the registry", 75),
+        ("kvpress", "No solution found when resolving dependencies: kvpress depends on numpy<1", "error: resolving"),
+        ("kvpress", "Failed to fetch: kvpress", "error: resolving the kvpress environment failed"),
     ],
 )
-def test_vllm_is_skipped_only_where_it_cannot_be_had(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stderr: str, expected: int | str
+def test_an_environment_is_skipped_only_where_it_cannot_be_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str, stderr: str, expected: int | str
 ) -> None:
     uv = tmp_path / "uv"
     uv.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{stderr}\nEND\nexit 1\n", "utf-8")
     uv.chmod(0o755)
     with pytest.raises(SystemExit) as stopped:
-        setup_env._probe_vllm(str(uv), dict(os.environ), tmp_path)
+        setup_env._probe(which, [str(uv)], dict(os.environ))
     if isinstance(expected, int):
         assert stopped.value.code == expected
         assert capsys.readouterr().out.count("\n") == 1
     else:
         assert str(stopped.value.code).startswith(expected)
+
+
+def test_an_environment_may_replace_versions() -> None:
+    lines = {}
+    for which in ("vllm", "kvpress"):
+        with setup_env._constraints(which) as file:
+            lines[which] = setup_env.ROOT.joinpath(file).read_text("utf-8").splitlines()
+    assert lines["vllm"] == (setup_env.ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    assert "transformers==5.2.0" in lines["kvpress"]
+    names = [line.partition("==")[0] for line in lines["kvpress"] if not line.startswith("#")]
+    assert len(names) == len(set(names))
+    own = {line.partition("==")[0] for line in lines["vllm"] if not line.startswith("#")}
+    assert own <= set(names)
 
 
 def test_report_writes_one_row_a_package(tmp_path: Path) -> None:

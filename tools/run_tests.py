@@ -1,6 +1,6 @@
-"""Runs pytest over the workspace (main) or over the vLLM tests (vllm), replacing this process. Standard library only.
+"""Runs pytest over the workspace (main) or in an environment apart (vllm, kvpress), replacing this process.
 
-run_tests.py main|vllm  NAME|""  [pytest arguments]
+run_tests.py main|vllm|kvpress  NAME|""  [pytest arguments]          Standard library only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setup_env import CANNOT_BE_HAD, vllm_packages
+from setup_env import CANNOT_BE_HAD, ENVIRONMENTS, tested_packages
 from workspace import ROOT, member, members
 
 INTEGRATION = "tests-integration"
@@ -18,8 +18,8 @@ INTEGRATION = "tests-integration"
 
 def main() -> None:
     environment, name, *arguments = sys.argv[1:]
-    if environment == "vllm":
-        _run_vllm(name, arguments)
+    if environment != "main":
+        _run_apart(environment, name, arguments)
     _pytest(ROOT / ".venv", _main_folders(name), arguments)
 
 
@@ -32,20 +32,21 @@ def _main_folders(name: str) -> list[Path]:
     return [*(folder for each in members() if (folder := each.folder / "tests").is_dir()), integration]
 
 
-def _run_vllm(name: str, arguments: list[str]) -> None:
+def _run_apart(environment: str, name: str, arguments: list[str]) -> None:
+    tests = f"tests-{environment}"
     if name:
-        folders = [_existing(member(name).folder / "tests-vllm")]
+        folders = [_existing(member(name).folder / tests)]
     else:
-        folders = [package.folder / "tests-vllm" for package in vllm_packages()]
+        folders = [package.folder / tests for package in tested_packages(environment)]
     if not folders:
-        print("vllm: skipped: no package has tests for vLLM (a folder tests-vllm)")
+        print(f"{environment}: skipped: no package has a folder {tests}")
         raise SystemExit(0)
-    made = subprocess.run([sys.executable, str(ROOT / "tools" / "setup_env.py"), "vllm"]).returncode
+    made = subprocess.run([sys.executable, str(ROOT / "tools" / "setup_env.py"), environment]).returncode
     if made == CANNOT_BE_HAD:
         raise SystemExit(0)  # setup_env has said why
     if made:
         raise SystemExit(made)
-    _pytest(ROOT / ".venv-vllm", folders, arguments)
+    _pytest(ROOT / ENVIRONMENTS[environment], folders, arguments)
 
 
 def _existing(folder: Path) -> Path:

