@@ -77,6 +77,15 @@ def test_bad_choices(no_variables, monkeypatch):
         kernels.choose_path(torch.ones(1), prefer="triton")
 
 
+def test_kernels_launch_on_the_tensors_device(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", entered.append)
+    with kernels.launching_on(torch.ones(1)):
+        assert entered == []
+    kernels.launching_on(OnDevice("cuda:1"))
+    assert entered == [torch.device("cuda:1")]
+
+
 def test_without_triton_a_kernel_can_be_declared_but_not_launched(monkeypatch):
     monkeypatch.setattr(kernels, "has_triton", lambda: False)
     assert kernels.triton_language() is None
@@ -137,12 +146,12 @@ MARKED = """
 
 @pytest.fixture
 def run(pytester, no_variables, monkeypatch):
-    """Run pytest in its own process, with the plugin loaded as users load it or by name where it is not installed."""
+    """Run pytest in its own process; it finds the plugin by the entry point of the installed package, as for users."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
     def start(source, *arguments):
         pytester.makepyfile(textwrap.dedent(source))
-        return pytester.runpytest_subprocess(*arguments, "-p", "icml26_shared.testing.plugin")
+        return pytester.runpytest_subprocess(*arguments)
 
     start.folder = pytester.path
     return start

@@ -17,6 +17,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -117,6 +118,18 @@ def _check_triton(device: torch.device, origin: str) -> None:
         )
     if device.type not in {"cpu", "cuda"}:
         raise ValueError(f"{origin} asks for the path 'triton', but the tensors are on {device}; it needs a GPU")
+
+
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Context in which a kernel is launched on this tensor's device: ``with launching_on(x): kernel[grid](x, ...)``.
+
+    Triton launches on the *current* GPU, which is not the tensor's where a model is spread over several.
+    """
+    if tensor.device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(tensor.device)
 
 
 def triton_language() -> Any:

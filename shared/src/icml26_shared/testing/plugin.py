@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from icml26_shared.kernels import interpreting
 from icml26_shared.testing.interpreter import MARKER, REQUESTS_OPTION, ChildSession, serve
 
 _CHILD = pytest.StashKey[ChildSession]()
@@ -93,8 +94,4 @@ def _tear_down_here(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
 
 def _runs_in_child(item: pytest.Item) -> bool:
-    return item.get_closest_marker(MARKER) is not None and not _interpreting()
-
-
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "on", "yes", "y"}
+    return item.get_closest_marker(MARKER) is not None and not interpreting()

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from icml26_shared.kernels import Path, choose_path, jit, triton_language
+from icml26_shared.kernels import Path, choose_path, jit, launching_on, triton_language
 from manifoldkv.kernels import layout
 
 tl = triton_language()
@@ -63,7 +63,8 @@ def gather_kv(
     for tensor in (keys, values):
         target = tensor[:, :, :kept] if in_place else tensor.new_empty((*indices.shape, tensor.shape[3]))
         if target.numel():
-            move(tensor, target, indices, in_place)
+            with launching_on(tensor):
+                move(tensor, target, indices, in_place)
         made.append(target)
     return made[0], made[1]
 
@@ -151,7 +152,7 @@ def gather_kv_paged(
     capacity = block_table.shape[1] * key_cache.shape[1]
     if check and indices.numel():
         _check_paged_indices(indices, lengths, start, capacity)
-    with torch.no_grad():
+    with torch.no_grad(), launching_on(indices):
         for cache in (key_cache, value_cache):
             if indices.numel() and cache.numel():
                 (_move_paged_triton if path == "triton" else _move_paged)(cache, block_table, indices, lengths, start)

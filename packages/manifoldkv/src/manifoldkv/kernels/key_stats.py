@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from icml26_shared.kernels import Path, jit, triton_language
+from icml26_shared.kernels import Path, jit, launching_on, triton_language
 from manifoldkv.kernels import layout
 
 tl = triton_language()
@@ -93,7 +93,10 @@ def _stats(
         return KeyStats(sums, sums.sum(-1), sums.sum(-1))
     if path == "cpu":
         return _key_stats_cpu(keys, mask, checked, unit, squares)
-    return (_key_stats_triton if path == "triton" else key_stats_reference)(keys, mask, checked, unit)
+    if path == "torch":
+        return key_stats_reference(keys, mask, checked, unit)
+    with launching_on(keys):
+        return _key_stats_triton(keys, mask, checked, unit)
 
 
 def key_stats_reference(keys: Tensor, mask: Tensor | None, bounds: tuple[int, ...], unit: bool) -> KeyStats:
@@ -194,9 +197,9 @@ def key_stats_kernel(
     UNIT_EPS: tl.constexpr,
 ):
     """Partial sums of one stretch of TOKENS tokens: DIM of the total, then squares, then count."""
-    window = tl.program_id(0) // splits
-    split = tl.program_id(0) % splits
-    row_head = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(0) % (windows * splits)
+    row_head = (tl.program_id(0) // (windows * splits)).to(tl.int64)
+    window, split = piece // splits, piece % splits
     batch = row_head // heads
     begin = tl.load(bounds_ptr + window) + split * TOKENS
     end = tl.minimum(begin + TOKENS, tl.load(bounds_ptr + window + 1))
@@ -234,7 +237,7 @@ def _key_stats_triton(keys: Tensor, mask: Tensor | None, bounds: tuple[int, ...]
     windows, splits = len(bounds) - 1, layout.split_count(bounds)
     partial = torch.empty((batch, heads, windows, splits, dim + 2), dtype=torch.float32, device=keys.device)
     flags = None if mask is None else mask.contiguous().view(torch.uint8)
-    key_stats_kernel[(windows * splits, batch * heads)](
+    key_stats_kernel[(batch * heads * windows * splits,)](
         keys,
         keys if flags is None else flags,
         layout.bounds_on(bounds, keys.device),

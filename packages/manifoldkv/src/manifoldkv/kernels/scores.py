@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from icml26_shared.kernels import Path, jit, triton_language
+from icml26_shared.kernels import Path, jit, launching_on, triton_language
 from manifoldkv.kernels import layout
 
 tl = triton_language()
@@ -89,7 +89,8 @@ def key_norms(
         return norms.zero_()
     bounds = (0, keys.shape[2])
     if path == "triton":
-        _launch("norm", keys, None, None, bounds, (0, keys.shape[2]), norms)
+        with launching_on(keys):
+            _launch("norm", keys, None, None, bounds, (0, keys.shape[2]), norms)
     elif path == "cpu":
         _score_tiles(keys, None, bounds, norms, _norm_tile)
     else:
@@ -122,7 +123,8 @@ def _scores(
         return scores_reference(metric, keys, centroid, mask, checked, protected)
     scores = keys.new_empty(keys.shape[:3], dtype=torch.float32)
     if path == "triton":
-        _launch(metric, keys, centroid, mask, checked, protected, scores)
+        with launching_on(keys):
+            _launch(metric, keys, centroid, mask, checked, protected, scores)
         return scores
     _score_tiles(keys, centroid, checked, scores, _l2_tile if metric == "l2" else _cosine_tile)
     return _protect(scores, mask, protected)
@@ -163,14 +165,14 @@ def scores_reference(
     widths = torch.tensor([high - low for low, high in pairwise(bounds)], device=keys.device)
     own = centroid.repeat_interleave(widths, dim=2)
     keys = keys.to(centroid.dtype)
-    norms = keys.norm(dim=-1)
     if metric == "l2":
         scores = (keys - own).norm(dim=-1).float()
     else:
         direction = own / own.norm(dim=-1, keepdim=True).clamp(min=layout.COSINE_EPS)
-        scores = -(keys * direction).sum(-1).float() / norms.clamp(min=layout.COSINE_EPS).float()
-    scores = scores.masked_fill(~(scores.isfinite() & norms.isfinite()), -torch.inf)
-    return _protect(scores, mask, protected)
+        norms = keys.norm(dim=-1).clamp(min=layout.COSINE_EPS)
+        cosines = (keys * direction).sum(-1) / norms
+        scores = -cosines.float().masked_fill(~norms.isfinite(), torch.nan)  # x / inf would look like a right angle
+    return _protect(scores.masked_fill(~scores.isfinite(), -torch.inf), mask, protected)
 
 
 _ScoreTile = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -238,10 +240,11 @@ def scores_kernel(
     EPS: tl.constexpr,
 ):
     """Scores of one stretch of TOKENS tokens of one window. METRIC: "l2", "cosine" or "norm"."""
-    window = tl.program_id(0) // splits
-    row_head = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(0) % (windows * splits)
+    row_head = (tl.program_id(0) // (windows * splits)).to(tl.int64)
+    window, split = piece // splits, piece % splits
     batch = row_head // heads
-    begin = tl.load(bounds_ptr + window) + (tl.program_id(0) % splits) * TOKENS
+    begin = tl.load(bounds_ptr + window) + split * TOKENS
     end = tl.minimum(begin + TOKENS, tl.load(bounds_ptr + window + 1))
     if MASKED:
         first = tl.load(first_ptr + batch)
@@ -294,7 +297,7 @@ def _launch(
         flags = mask.contiguous().view(torch.uint8)
         firsts, lasts = (torch.as_tensor(edge, dtype=torch.int32, device=keys.device) for edge in protected)
         first, last = 0, 0
-    scores_kernel[(windows * splits, batch * heads)](
+    scores_kernel[(batch * heads * windows * splits,)](
         keys,
         keys if centroid is None else centroid.contiguous(),
         flags,
