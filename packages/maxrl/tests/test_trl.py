@@ -13,12 +13,12 @@ pytest.importorskip("trl")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import trl_setup  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+import trl_setup
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from maxrl import MaxRLConfig, MaxRLTrainer, maxrl_advantages  # noqa: E402
-from maxrl.integrations.trl import MaxRLArguments, MaxRLMixin, patch  # noqa: E402
+from maxrl import MaxRLConfig, MaxRLTrainer, maxrl_advantages
+from maxrl.integrations.trl import MaxRLArguments, MaxRLMixin, patch
 
 
 def watch(trainer):
@@ -66,7 +66,9 @@ def test_advantages_logged_are_the_ones_used(tmp_path):
 
 def test_group_sizes_of_training_and_evaluation_differ(tmp_path):
     changes = {"num_generations_eval": 2, "per_device_eval_batch_size": 16, "eval_strategy": "steps", "max_steps": 1}
-    trainer = trl_setup.trainer(tmp_path, evaluation=trl_setup.dataset(8), rollout=trl_setup.scripted_rollout, **changes)
+    trainer = trl_setup.trainer(
+        tmp_path, evaluation=trl_setup.dataset(8), rollout=trl_setup.scripted_rollout, **changes
+    )
     scored, _ = watch(trainer)
     trainer.evaluate()
     (training, batch), rewards = scored[-1], torch.tensor(list(trainer._logs["rewards"]["digit_reward"]))
@@ -83,7 +85,9 @@ def test_group_sizes_of_training_and_evaluation_differ(tmp_path):
 
 def test_evaluation_with_one_generation_has_no_advantage(tmp_path):
     changes = {"num_generations_eval": 1, "per_device_eval_batch_size": 8, "eval_strategy": "steps"}
-    trainer = trl_setup.trainer(tmp_path, evaluation=trl_setup.dataset(8), rollout=trl_setup.scripted_rollout, **changes)
+    trainer = trl_setup.trainer(
+        tmp_path, evaluation=trl_setup.dataset(8), rollout=trl_setup.scripted_rollout, **changes
+    )
     scored, _ = watch(trainer)
     trainer.evaluate()
     assert not scored[-1][1]["advantages"].any()
@@ -116,7 +120,8 @@ def test_two_processes_agree_with_one(tmp_path):
     assert alone["dropped"].sum() > 0
 
 
-# -- leaving out rollouts with advantage 0 ------------------------------------------------------------------------------
+# -- leaving out rollouts with advantage 0
+# ------------------------------------------------------------------------------
 
 
 def scored_batch(trainer):
@@ -198,7 +203,12 @@ def test_dropping_is_off_where_dead_rollouts_have_a_gradient(tmp_path, changes, 
 def test_dropping_is_off_for_a_mixture_of_experts(tmp_path):
     from icml26_shared.tiny_models import tiny
 
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True, "router_aux_loss_coef": 0.01}
+    experts = {
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.01,
+    }
     policy = tiny("mixtral", vocab_size=16, **experts)
     with pytest.warns(UserWarning, match="load-balancing loss"):
         trainer = trl_setup.trainer(tmp_path, policy=policy)
@@ -213,7 +223,12 @@ def test_dropping_is_off_for_a_mixture_of_experts(tmp_path):
     [
         {},
         # Three updates of two micro-steps on each generation, two passes: checkpoints fall inside a window.
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6, "num_iterations": 2},
+        {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 6,
+            "num_iterations": 2,
+        },
     ],
 )
 def test_resuming_makes_the_same_next_step(tmp_path, changes):
@@ -310,7 +325,7 @@ def test_sequence_ratio_replaces_token_clipping(one_trainer):
     batch["old_per_token_logps"] = now.detach() - 0.3
     trainer.args.off_policy = "behaviour"
     try:
-        loss, got = gradient(trainer, batch)
+        _, got = gradient(trainer, batch)
     finally:
         trainer.args.off_policy = None
     trainer.model.zero_grad()
@@ -412,7 +427,9 @@ def test_bad_settings(tmp_path, changes, message):
 
 
 def test_bad_reward_functions(tmp_path):
-    with pytest.raises(ValueError, match=r"success_reward = 'pass' must name one reward function; there are: passed, style"):
+    with pytest.raises(
+        ValueError, match=r"success_reward = 'pass' must name one reward function; there are: passed, style"
+    ):
         trl_setup.trainer(tmp_path, reward=[passed, style], success_reward="pass")
     with pytest.raises(ValueError, match="reward_weights would be ignored"):
         trl_setup.trainer(tmp_path, reward=[passed, style], reward_weights=[1.0, 0.5])

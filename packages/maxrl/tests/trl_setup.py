@@ -2,10 +2,10 @@
 
 import torch
 from datasets import Dataset
-from icml26_shared.tiny_models import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from icml26_shared.tiny_models import tiny_llama
 from maxrl import MaxRLConfig, MaxRLTrainer
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", *map(str, range(10)), "+", "="]

@@ -251,9 +251,9 @@ def _clean(rewards: Tensor, valid: Tensor | None, reward_mode: str, threshold: f
         odd = values * values != values  # true for everything but 0 and 1
         if bool(odd.any()):
             raise ValueError(
-                f"{_first(values, odd)} is neither 0 nor 1, and MaxRL is defined for pass/fail rewards: pass threshold= "
-                "to say from where on a reward is a success, or reward_mode='nonnegative' for the ratio estimator of "
-                "grad log E[r]"
+                f"{_first(values, odd)} is neither 0 nor 1, and MaxRL is defined for pass/fail rewards: pass "
+                "threshold= to say from where on a reward is a success, or reward_mode='nonnegative' for the "
+                "ratio estimator of grad log E[r]"
             )
     return values
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from icml26_shared.claims import Claim, ClaimContext, Measurement, Result, Rule
 
+from icml26_shared.claims import Claim, ClaimContext, Measurement, Result, Rule
 from maxrl.claims_training import (
     ADDITION_METHODS,
     DIGITS_LRS,
@@ -94,7 +94,8 @@ _BANDIT_GAINS = ("T=16 over the best of T=1, 2, 4, GRPO", "T=64 over T=16", "T=i
 
 
 def check_digits(ctx: ClaimContext) -> Result:
-    """MaxRL at the paper's learning rate 0.1; cross-entropy, GRPO and RLOO at the best rate of the grid for each metric."""
+    """MaxRL at the paper's learning rate 0.1; cross-entropy, GRPO and RLOO at the best rate of the grid for each
+    metric."""
 
     def runs(estimator: str, rollouts: int, lr: float) -> list[dict[str, float]]:
         return [digits_run(ctx, digits.Run(estimator, rollouts, lr), seed) for seed in ctx.seeds]
@@ -114,7 +115,11 @@ def check_digits(ctx: ClaimContext) -> Result:
         found[f"NLL drop N={low} to {high}"] = [
             a - b for a, b in zip(found[f"MaxRL N={low} nll"], found[f"MaxRL N={high} nll"], strict=True)
         ]
-    for name, estimator, n in (("cross-entropy", "cross_entropy", 0), ("GRPO N=64", "grpo", 64), ("RLOO N=64", "rloo", 64)):
+    for name, estimator, n in (
+        ("cross-entropy", "cross_entropy", 0),
+        ("GRPO N=64", "grpo", 64),
+        ("RLOO N=64", "rloo", 64),
+    ):
         for metric in ("nll", "pass@1", "pass@128"):
             found[f"{name} best {metric}"], chosen[f"{name} {metric}"] = best(estimator, n, metric)
     found["pass@1 gap N=256 to cross-entropy"] = [
@@ -148,7 +153,9 @@ def check_pareto(ctx: ClaimContext) -> dict[str, Measurement]:
             [a - b for a, b in zip(found[f"maxrl {metric}"].values, found[f"{best} {metric}"].values, strict=True)]
         )
     # "At least the best baseline within the interval": the upper end of the paired interval is not below 0.
-    found["pass@1 over the best baseline, upper end"] = Measurement([found["pass@1 over the best baseline"].interval()[1]])
+    found["pass@1 over the best baseline, upper end"] = Measurement(
+        [found["pass@1 over the best baseline"].interval()[1]]
+    )
     return found
 
 
@@ -293,7 +300,10 @@ CLAIMS = [
         "With few prompts MaxRL fits them better and keeps more coverage on unseen ones",
         "section 5, Table 4",
         check_scarce,
-        [Rule("train NLL gain over the best baseline", ">", 0), Rule("held-out pass@64 gain over the best baseline", ">", 0)],
+        [
+            Rule("train NLL gain over the best baseline", ">", 0),
+            Rule("held-out pass@64 gain over the best baseline", ">", 0),
+        ],
     ),
     Claim(
         "maze-rollouts",

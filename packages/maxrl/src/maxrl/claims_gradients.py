@@ -12,8 +12,9 @@ IMAGES, ROLLOUTS = 512, 4096
 
 
 def gradient_profile(seed: int) -> dict[str, float]:
-    """Rank correlations of gradient norm and pass rate, and the cosine of MaxRL's and cross-entropy's mean gradients, for a
-    model after the first two of twenty epochs of cross-entropy: by then some images are easy and some are still hard."""
+    """Rank correlations of gradient norm and pass rate, and the cosine of MaxRL's and cross-entropy's mean gradients,
+    for a model after the first two of twenty epochs of cross-entropy: by then some images are easy and some are still
+    hard."""
     model = digits.train(digits.Run("cross_entropy"), seed, stop=2)
     data = digits.number_images(IMAGES, seed=10**6 + seed)
     with torch.no_grad():
@@ -41,16 +42,21 @@ def _logit_gradients(name: str, log_probs: Tensor, labels: Tensor, seed: int) ->
         return torch.nn.functional.one_hot(labels, policy.shape[1]) - policy
     generator = torch.Generator().manual_seed(seed)
     actions = torch.multinomial(policy, ROLLOUTS, replacement=True, generator=generator)
-    a = maxrl_advantages((actions == labels[:, None]).flatten(), group_size=ROLLOUTS, estimator=name).view(actions.shape)
+    a = maxrl_advantages((actions == labels[:, None]).flatten(), group_size=ROLLOUTS, estimator=name).view(
+        actions.shape
+    )
     summed = torch.zeros_like(policy).scatter_add_(1, actions, a)
     return (summed - a.sum(1, keepdim=True) * policy) / ROLLOUTS
 
 
-def _norms_and_mean(model: torch.nn.Sequential, inputs: Tensor, hidden: Tensor, by_logits: Tensor) -> tuple[Tensor, Tensor]:
+def _norms_and_mean(
+    model: torch.nn.Sequential, inputs: Tensor, hidden: Tensor, by_logits: Tensor
+) -> tuple[Tensor, Tensor]:
     """Norm of each image's gradient by all weights, and the mean gradient as one vector."""
     by_hidden = (by_logits @ model[2].weight.detach()) * (hidden > 0)
     norms = torch.sqrt(
-        by_logits.square().sum(1) * (hidden.square().sum(1) + 1) + by_hidden.square().sum(1) * (inputs.square().sum(1) + 1)
+        by_logits.square().sum(1) * (hidden.square().sum(1) + 1)
+        + by_hidden.square().sum(1) * (inputs.square().sum(1) + 1)
     )
     parts = (by_logits.T @ hidden, by_logits.sum(0), by_hidden.T @ inputs, by_hidden.sum(0))
     return norms, torch.cat([part.flatten() for part in parts]) / inputs.shape[0]

@@ -28,9 +28,7 @@ app.command(
     help="two coverage curves: plot, test-time efficiency and its interval",
     arguments=f"{_ROLLOUTS}:compare_arguments",
 )
-app.command(
-    "train", f"{_TRAIN}:train", help="train a model with MaxRL in TRL", arguments=f"{_TRAIN}:train_arguments"
-)
+app.command("train", f"{_TRAIN}:train", help="train a model with MaxRL in TRL", arguments=f"{_TRAIN}:train_arguments")
 app.command(
     "evaluate",
     f"{_TRAIN}:evaluate",

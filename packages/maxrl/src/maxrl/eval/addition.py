@@ -1,7 +1,7 @@
 """Addition: ``BOS a a + b b =`` is answered by the three digits of the sum, the leading one first.
 
-There is one right answer, so p(x) is its probability by teacher forcing: NLL and pass@k are exact. A small transformer is
-first taught by supervision until it is right now and then, and then trained on its own rollouts.
+There is one right answer, so p(x) is its probability by teacher forcing: NLL and pass@k are exact. A small transformer
+is first taught by supervision until it is right now and then, and then trained on its own rollouts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from icml26_shared.checkpoint import load_state, save_state
 from torch import Tensor
 
+from icml26_shared.checkpoint import load_state, save_state
 from maxrl.advantages import maxrl_advantages
 from maxrl.eval.transformer import TinyTransformer, completion_log_probs, sample
 
@@ -28,7 +28,9 @@ def encode(pairs: Tensor) -> tuple[Tensor, Tensor]:
     a, b = pairs[:, 0], pairs[:, 1]
     total = a + b
     mark = torch.full_like(a, BOS)
-    prompt = torch.stack([mark, a // 10, a % 10, torch.full_like(a, PLUS), b // 10, b % 10, torch.full_like(a, EQUALS)], 1)
+    prompt = torch.stack(
+        [mark, a // 10, a % 10, torch.full_like(a, PLUS), b // 10, b % 10, torch.full_like(a, EQUALS)], 1
+    )
     return prompt, torch.stack([total // 100, total // 10 % 10, total % 10], 1)
 
 
@@ -42,8 +44,8 @@ def split(scarce: int | None = None) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Run:
-    """RL from the base model of ``seed``: ``prompts`` x ``rollouts`` each step, AdamW, gradient norm at most 1. The base
-    model is taught until its pass@1 reaches ``base_pass``."""
+    """RL from the base model of ``seed``: ``prompts`` x ``rollouts`` each step, AdamW, gradient norm at most 1. The
+    base model is taught until its pass@1 reaches ``base_pass``."""
 
     estimator: str = "maxrl"
     lr: float = 1e-3
@@ -97,8 +99,8 @@ def train(
 ) -> dict[str, Any]:
     """Train and measure: ``{"test": metrics, "train": metrics, "base": metrics, "log_p": [...], "hit_share": [...]}``.
 
-    ``hit_share`` is, per step, the share of prompts with at least one success. With ``checkpoint`` (a folder) the state is
-    saved every ``every`` steps and a run that was stopped continues from there to the same result.
+    ``hit_share`` is, per step, the share of prompts with at least one success. With ``checkpoint`` (a folder) the state
+    is saved every ``every`` steps and a run that was stopped continues from there to the same result.
     """
     pairs, test = split(run.scarce)
     model = base_model(run.seed, run.base_pass)

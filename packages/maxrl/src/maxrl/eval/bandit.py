@@ -1,7 +1,8 @@
 """A contextual bandit with shared features: the population objectives, ascended with exact gradients.
 
-64 prompts, 50 actions, one right action each with a prior probability log-uniform in [1e-4, 0.5]. The policy's logits are
-the prior's plus ``u_x . Theta v_a`` with fixed random features of low rank, so that prompts compete for the parameters.
+64 prompts, 50 actions, one right action each with a prior probability log-uniform in [1e-4, 0.5]. The policy's logits
+are the prior's plus ``u_x . Theta v_a`` with fixed random features of low rank, so that prompts compete for the
+parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from maxrl.objective import weight
 
 @dataclass(frozen=True)
 class Bandit:
-    """``prior`` (prompts, actions) log-probabilities, ``right`` (prompts,), features ``u`` (prompts, r), ``v`` (actions, r)."""
+    """``prior`` (prompts, actions) log-probabilities, ``right`` (prompts,), features ``u`` (prompts, r), ``v``
+    (actions, r)."""
 
     prior: Tensor
     right: Tensor
@@ -43,9 +45,11 @@ def make_bandit(seed: int, *, prompts: int = 64, actions: int = 50, rank: int = 
     return Bandit(prior.log(), right, u, v)
 
 
-def ascend(bandit: Bandit, objective: str, order: float | None = None, *, steps: int = 300, size: float = 0.5) -> Tensor:
-    """Log-probabilities of the right actions after ``steps`` steps of length ``size`` along the normalised gradient of the
-    objective (a name and order of :func:`maxrl.weight`): every objective walks the same distance."""
+def ascend(
+    bandit: Bandit, objective: str, order: float | None = None, *, steps: int = 300, size: float = 0.5
+) -> Tensor:
+    """Log-probabilities of the right actions after ``steps`` steps of length ``size`` along the normalised gradient of
+    the objective (a name and order of :func:`maxrl.weight`): every objective walks the same distance."""
     theta = torch.zeros(bandit.u.shape[1], bandit.v.shape[1], dtype=torch.float64, requires_grad=True)
     for _ in range(steps):
         p = bandit.log_p(theta).exp()

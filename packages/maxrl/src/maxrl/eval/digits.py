@@ -1,8 +1,8 @@
 """digits-100 and digits-1000: real handwritten digits side by side, the number they form is the class.
 
-A mirror of the paper's ImageNet experiment (App. D) on scikit-learn's ``load_digits``: a sampled class is a rollout, the
-right class a success, and the initial pass rate is 1/100 or 1/1000. The exact likelihood p(x) of the right class is at
-hand, so NLL and pass@k have no sampling noise.
+A mirror of the paper's ImageNet experiment (App. D) on scikit-learn's ``load_digits``: a sampled class is a rollout,
+the right class a success, and the initial pass rate is 1/100 or 1/1000. The exact likelihood p(x) of the right class
+is at hand, so NLL and pass@k have no sampling noise.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from icml26_shared.errors import require
 from torch import Tensor, nn
 
+from icml26_shared.errors import require
 from maxrl.advantages import maxrl_advantages
 
 TRAIN_IMAGES = 1300
@@ -90,10 +90,16 @@ def exact_metrics(model: nn.Module, data: Digits, ks: tuple[int, ...] = (1, 128)
 
 
 def train(
-    run: Run, seed: int, *, step: Callable[[int, int], None] | None = None, epoch: Callable[[nn.Module], None] | None = None, stop: int | None = None
+    run: Run,
+    seed: int,
+    *,
+    step: Callable[[int, int], None] | None = None,
+    epoch: Callable[[nn.Module], None] | None = None,
+    stop: int | None = None,
 ) -> nn.Sequential:
     """SGD with momentum 0.9, one epoch of linear warm-up, then a cosine to 0 (paper, App. D); ``step(done, of)`` and
-    ``epoch(model)`` are called as the run goes on; ``stop`` ends it after that many epochs of its schedule. The same run and seed give the same model."""
+    ``epoch(model)`` are called as the run goes on; ``stop`` ends it after that many epochs of its schedule. The same
+    run and seed give the same model."""
     model = make_model(run, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=0.9)
     per_epoch = run.examples // run.batch

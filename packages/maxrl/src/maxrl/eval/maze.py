@@ -1,8 +1,8 @@
 """Mazes as token sequences, after the paper's App. E.1: Prim's algorithm on an odd grid, start (1, 1), goal (n-2, n-2).
 
-A prompt is ``<bos> GRID_START`` then a token per cell with ``NEWLINE`` after each row, ``GRID_END PATH_START``; the answer is
-actions and ``DONE <eos>``. A rollout passes when every token before ``DONE`` is an action and walking them reaches the
-goal; a step into a wall or off the grid fails, and what follows after the goal does not matter.
+A prompt is ``<bos> GRID_START`` then a token per cell with ``NEWLINE`` after each row, ``GRID_END PATH_START``; the
+answer is actions and ``DONE <eos>``. A rollout passes when every token before ``DONE`` is an action and walking them
+reaches the goal; a step into a wall or off the grid fails, and what follows after the goal does not matter.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def judge(answer: str, maze: Maze | str) -> bool:
 
 
 def make_mazes(count: int, size: int, seed: int) -> Iterator[dict[str, object]]:
-    """``count`` distinct-seeded mazes as rows ``{"prompt", "answer", "sequence", "optimal_path_length", "size"}``; ``answer`` is
-    the prompt, from which the verifier ``maze`` reads the grid."""
+    """``count`` distinct-seeded mazes as rows ``{"prompt", "answer", "sequence", "optimal_path_length", "size"}``;
+    ``answer`` is the prompt, from which the verifier ``maze`` reads the grid."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         maze = make_maze(size, rng)
@@ -169,7 +169,11 @@ def load_mazes(path: str | Path) -> list[tuple[Maze, int]]:
     ``{"sequence": ..., "optimal_path_length": ...}``."""
     text = Path(path).read_text(encoding="utf-8")
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(s) for s in text.splitlines() if s.strip()]
+        rows = (
+            json.loads(text)
+            if text.lstrip().startswith("[")
+            else [json.loads(s) for s in text.splitlines() if s.strip()]
+        )
         return [(parse_maze(row["sequence"]), int(row["optimal_path_length"])) for row in rows]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not in the maze format ({error!r})") from None

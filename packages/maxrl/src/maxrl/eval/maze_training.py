@@ -79,7 +79,9 @@ def base_model(run: Run) -> TinyTransformer:
     return model
 
 
-def _rollouts(model: TinyTransformer, mazes: list[Maze], run: Run, n: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _rollouts(
+    model: TinyTransformer, mazes: list[Maze], run: Run, n: int, g: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     prompts = torch.tensor([encode(m.prompt) for m in mazes])
     completions = sample(model, prompts, n, run.longest, g, stop=EOS)
     passed = [judge(decode(ids), mazes[i // n]) for i, ids in enumerate(completions.tolist())]
@@ -87,7 +89,8 @@ def _rollouts(model: TinyTransformer, mazes: list[Maze], run: Run, n: int, g: to
 
 
 def train(run: Run, *, step: Callable[[int, int], None] | None = None) -> TinyTransformer:
-    """RL from :func:`base_model`: AdamW, gradient norm at most 1, loss divided by the rollouts times the longest answer."""
+    """RL from :func:`base_model`: AdamW, gradient norm at most 1, loss divided by the rollouts times the longest
+    answer."""
     model = base_model(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr)
     generator = torch.Generator().manual_seed(run.seed + 5)

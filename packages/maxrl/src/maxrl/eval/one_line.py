@@ -11,7 +11,9 @@ from torch import Tensor
 from maxrl.advantages import maxrl_advantages
 
 
-def grpo_step(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor, n: int) -> Tensor:
+def grpo_step(
+    policy: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor, n: int
+) -> Tensor:
     """One on-policy step of GRPO on a classifier whose sampled classes are the rollouts; returns the advantages."""
     log_probs = torch.log_softmax(policy(inputs), -1)
     actions = torch.multinomial(log_probs.detach().exp(), n, replacement=True)
@@ -24,7 +26,9 @@ def grpo_step(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs:
     return advantages
 
 
-def maxrl_step(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor, n: int) -> Tensor:
+def maxrl_step(
+    policy: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor, n: int
+) -> Tensor:
     """One on-policy step of MaxRL on a classifier whose sampled classes are the rollouts; returns the advantages."""
     log_probs = torch.log_softmax(policy(inputs), -1)
     actions = torch.multinomial(log_probs.detach().exp(), n, replacement=True)

@@ -42,7 +42,9 @@ class TinyTransformer(nn.Module):
         """Logits at every position."""
         return self.step(ids, None)[0]
 
-    def step(self, ids: Tensor, cache: list[tuple[Tensor, Tensor]] | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def step(
+        self, ids: Tensor, cache: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits of the new tokens ``ids`` (B, t), one at a time after the first call, and the grown cache."""
         start = 0 if cache is None else cache[0][0].shape[2]
         x = self.tokens(ids) + self.positions(torch.arange(start, start + ids.shape[1]))
@@ -63,7 +65,8 @@ def sample(
     *,
     stop: int | None = None,
 ) -> Tensor:
-    """``length`` sampled tokens (B * rollouts, length) after ``prompts`` (B, P), temperature 1; after ``stop`` only ``stop``."""
+    """``length`` sampled tokens (B * rollouts, length) after ``prompts`` (B, P), temperature 1; after ``stop`` only
+    ``stop``."""
     logits, cache = model.step(prompts, None)
     probabilities = logits[:, -1].softmax(-1)
     token = torch.multinomial(probabilities, rollouts, replacement=True, generator=generator).reshape(-1, 1)

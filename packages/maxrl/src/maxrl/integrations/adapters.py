@@ -1,7 +1,7 @@
 """Advantage callables for trainers that take one: prime-rl and SkyRL.
 
-OpenRLHF has a closed list of estimators: its README recipe is estimator ``reinforce`` with our advantage as the reward, but
-that estimator whitens over the batch, so it is **not** equivalent to MaxRL.
+OpenRLHF has a closed list of estimators: its README recipe is estimator ``reinforce`` with our advantage as the
+reward, but that estimator whitens over the batch, so it is **not** equivalent to MaxRL.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def prime_rl(inputs: Any, *, estimator: str = "maxrl", order: int | None = None,
         estimator, order, threshold: as in :func:`maxrl.maxrl_advantages`.
 
     Returns:
-        What the library calls its outputs: an object of the inputs' module named ``AdvantageOutputs`` when it has one, else
-        the tensor.
+        What the library calls its outputs: an object of the inputs' module named ``AdvantageOutputs`` when it has one,
+        else the tensor.
     """
     rewards: Tensor = inputs if isinstance(inputs, Tensor) else torch.as_tensor(inputs.rewards)
     if rewards.ndim != 2:
@@ -51,7 +51,8 @@ def skyrl(
     order: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantage function of SkyRL's registry: (B, L) rewards and mask, prompt ids ``index`` (B,); advantages and returns."""
+    """Advantage function of SkyRL's registry: (B, L) rewards and mask, prompt ids ``index`` (B,); advantages and
+    returns."""
     a = maxrl_advantages(token_level_rewards.sum(-1).float(), group_ids=index, estimator=estimator, order=order)
     spread = a.unsqueeze(-1) * response_mask
     return spread, spread

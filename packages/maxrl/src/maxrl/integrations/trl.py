@@ -1,8 +1,8 @@
 """MaxRL in TRL: :class:`MaxRLTrainer` in the place of ``GRPOTrainer``, a mixin for its relatives, and :func:`patch`.
 
-TRL has no hook for advantages. The mixin keeps the gathered rewards that ``_calculate_rewards`` returns, lets TRL do the
-rest of ``_generate_and_score_completions``, and then puts its own advantages into the batch **and** into the log, which
-would otherwise show TRL's.
+TRL has no hook for advantages. The mixin keeps the gathered rewards that ``_calculate_rewards`` returns, lets TRL do
+the rest of ``_generate_and_score_completions``, and then puts its own advantages into the batch **and** into the log,
+which would otherwise show TRL's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from icml26_shared.errors import require
 from torch import Tensor
 
+from icml26_shared.errors import require
 from maxrl.advantages import REWARD_MODES, group_statistics, maxrl_advantages
 from maxrl.estimators import check_order, effective_order, get_estimator
 from maxrl.integrations import trl_resume, trl_rows
@@ -37,9 +37,10 @@ class MaxRLArguments:
         reward_threshold: a reward of at least this is a success; default: rewards must be 0 or 1.
         success_reward: name of the reward function that defines success. Default: the product of all of them.
         aux_weight: weight of the other reward functions' RLOO advantage; only with ``success_reward``.
-        drop_zero_advantage: leave rollouts with advantage 0 out of forward and backward. The gradient stays the same; it is
-            switched off, and said so once, where such rollouts have a gradient after all.
-        off_policy: ``"behaviour"``: multiply the advantage by the sequence ratio pi/pi_old instead of clipping token ratios.
+        drop_zero_advantage: leave rollouts with advantage 0 out of forward and backward. The gradient stays the same;
+            it is switched off, and said so once, where such rollouts have a gradient after all.
+        off_policy: ``"behaviour"``: multiply the advantage by the sequence ratio pi/pi_old instead of clipping token
+            ratios.
         max_unscorable: stop when more rollouts than this could not be scored (NaN or None) in the run; default: never.
     """
 
@@ -103,14 +104,20 @@ def _check_ignored(args: Any) -> None:
     for name, value in expected.items():
         given = getattr(args, name, value)
         if given != value:
-            raise ValueError(f"{name} = {given!r} would be ignored: MaxRL computes the advantages itself; leave it at {value!r}")
+            raise ValueError(
+                f"{name} = {given!r} would be ignored: MaxRL computes the advantages itself; leave it at {value!r}"
+            )
     if hasattr(args, "normalize_advantages") and getattr(args, "beta", 0.0) != 0.0:
-        raise ValueError(f"beta = {args.beta}: RLOOTrainer adds the KL term to the reward, which MaxRL replaces; set beta=0.0")
+        raise ValueError(
+            f"beta = {args.beta}: RLOOTrainer adds the KL term to the reward, which MaxRL replaces; set beta=0.0"
+        )
     if args.aux_weight != 0.0 and args.success_reward is None:
         raise ValueError("aux_weight weighs the reward functions that do not define success: name success_reward")
     vllm_corrects = getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False)
     if args.off_policy is not None and vllm_corrects:
-        raise ValueError("off_policy and vllm_importance_sampling_correction correct the same ratio: switch one of them off")
+        raise ValueError(
+            "off_policy and vllm_importance_sampling_correction correct the same ratio: switch one of them off"
+        )
 
 
 class MaxRLMixin:
@@ -144,12 +151,14 @@ class MaxRLMixin:
         if wanted is None:
             if any(float(w) != 1.0 for w in self.reward_weights):
                 raise ValueError(
-                    "reward_weights would be ignored: success is the product of all reward functions; name success_reward, "
-                    "and weigh the others with aux_weight"
+                    "reward_weights would be ignored: success is the product of all reward functions; name "
+                    "success_reward, and weigh the others with aux_weight"
                 )
             return list(range(len(names)))
         if names.count(wanted) != 1:
-            raise ValueError(f"success_reward = {wanted!r} must name one reward function; there are: {', '.join(names)}")
+            raise ValueError(
+                f"success_reward = {wanted!r} must name one reward function; there are: {', '.join(names)}"
+            )
         if self.args.aux_weight == 0.0 and len(names) > 1:
             others = ", ".join(name for name in names if name != wanted)
             warnings.warn(f"aux_weight is 0: these reward functions are only logged: {others}", stacklevel=4)
@@ -162,7 +171,9 @@ class MaxRLMixin:
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if self._gathered_rewards is None:
-            raise RuntimeError("this TRL no longer calls _calculate_rewards: maxrl needs the rewards to compute advantages")
+            raise RuntimeError(
+                "this TRL no longer calls _calculate_rewards: maxrl needs the rewards to compute advantages"
+            )
         rewards, self._gathered_rewards = self._gathered_rewards, None
         mode = "train" if self.model.training else "eval"
         n = self.num_generations if mode == "train" else self.num_generations_eval
@@ -227,7 +238,8 @@ class MaxRLMixin:
         limit = self.args.max_unscorable
         if limit is not None and self._unscorable > limit:
             raise RuntimeError(
-                f"{self._unscorable} rollouts could not be scored, more than max_unscorable = {limit}: look at the verifier"
+                f"{self._unscorable} rollouts could not be scored, more than max_unscorable = {limit}: look at "
+                "the verifier"
             )
 
     def _log_maxrl(self, mode: str, success: Tensor, valid: Tensor, a: Tensor, n: int, order: int | None) -> None:
@@ -304,12 +316,12 @@ class MaxRLTrainer(MaxRLMixin, GRPOTrainer):  # type: ignore[misc, valid-type]
     """``trl.GRPOTrainer`` with MaxRL's advantages: same constructor, :class:`MaxRLConfig` as ``args``.
 
     Each step logs ``maxrl/effective_order``, ``maxrl/frac_groups_no_success``, ``maxrl/frac_groups_all_success``,
-    ``maxrl/max_advantage`` and ``maxrl/dropped_tokens``. TRL's own ``clip_ratio/high_*`` is the share of clipped tokens with
-    a > 0 and ``clip_ratio/low_*`` that with a < 0; over the live rollouts when dead ones are dropped.
+    ``maxrl/max_advantage`` and ``maxrl/dropped_tokens``. TRL's own ``clip_ratio/high_*`` is the share of clipped tokens
+    with a > 0 and ``clip_ratio/low_*`` that with a < 0; over the live rollouts when dead ones are dropped.
     """
 
     _name = "MaxRL"
-    _tag_names = ["trl", "maxrl"]
+    _tag_names = ["trl", "maxrl"]  # noqa: RUF012 - as TRL declares it
 
 
 def patch(trainer: Any, **settings: Any) -> Any:
@@ -327,7 +339,9 @@ def patch(trainer: Any, **settings: Any) -> Any:
     if unknown := set(settings) - names:
         raise ValueError(f"unknown settings {sorted(unknown)}: choose from {sorted(names)}")
     if not hasattr(trainer, "_generate_and_score_completions"):
-        raise TypeError(f"{type(trainer).__name__} is no GRPO-like trainer: maxrl needs _generate_and_score_completions")
+        raise TypeError(
+            f"{type(trainer).__name__} is no GRPO-like trainer: maxrl needs _generate_and_score_completions"
+        )
     for name, value in settings.items():
         setattr(trainer.args, name, value)
     before = type(trainer)

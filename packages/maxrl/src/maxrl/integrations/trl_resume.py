@@ -1,8 +1,8 @@
 """Resuming a TRL run so that its next step is the one the interrupted run would have made.
 
-TRL generates once for several updates, and saves neither these rollouts nor its place among the updates nor the order of
-the prompts of a later epoch; a resumed run would generate anew with other weights, or walk through the epoch in the order
-of the first one. All three are saved with the checkpoint here.
+TRL generates once for several updates, and saves neither these rollouts nor its place among the updates nor the order
+of the prompts of a later epoch; a resumed run would generate anew with other weights, or walk through the epoch in the
+order of the first one. All three are saved with the checkpoint here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from icml26_shared.checkpoint import atomic_path, atomic_write_json
 
 _STATE = "maxrl_state.json"
@@ -77,7 +78,8 @@ def load(trainer: Any, checkpoint: str) -> None:
 
 
 def _advance(sampler: Any, epochs: int) -> None:
-    """Let TRL's RepeatSampler, which draws one permutation an epoch from its own generator, pass over finished epochs."""
+    """Let TRL's RepeatSampler, which draws one permutation an epoch from its own generator, pass over finished
+    epochs."""
     generator = getattr(sampler, "generator", None)
     if generator is not None:
         for _ in range(epochs):

@@ -46,8 +46,8 @@ def why_keep(trainer: Any) -> str | None:
 def drop_dead_rows(trainer: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
     """``(batch of the live rows, factor of its loss, completion tokens dropped on all processes)``.
 
-    At least one row stays, so that the loss keeps its graph, and every process keeps as many rows as the one with the most
-    live ones, because TRL gathers per-row statistics.
+    At least one row stays, so that the loss keeps its graph, and every process keeps as many rows as the one with the
+    most live ones, because TRL gathers per-row statistics.
     """
     unknown = [k for k, v in inputs.items() if v is not None and k not in (*_PER_ROW, *_WHOLE_BATCH)]
     if unknown:
@@ -100,7 +100,8 @@ def _loss_factor(trainer: Any, tokens: Tensor, keep: Tensor) -> float:
 
 
 def fold_sequence_ratio(inputs: dict[str, Any], logps: Tensor) -> None:
-    """Replace the advantage a by ``rho a`` with the sequence ratio rho, and the old log-probabilities by the current ones."""
+    """Replace the advantage a by ``rho a`` with the sequence ratio rho, and the old log-probabilities by the current
+    ones."""
     mask = inputs["completion_mask"]
     if inputs.get("tool_mask") is not None:
         mask = mask * inputs["tool_mask"]

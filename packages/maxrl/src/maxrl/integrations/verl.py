@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from icml26_shared.errors import require
 from torch import Tensor
 
+from icml26_shared.errors import require
 from maxrl.advantages import maxrl_advantages
 
 _core_algos = require("verl.trainer.ppo.core_algos", "verl")

@@ -245,15 +245,13 @@ def _check(
 ) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"hidden must be (R, D) and weight (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}: flatten batch "
-            "and time into rows"
+            f"hidden must be (R, D) and weight (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}: flatten "
+            "batch and time into rows"
         )
     if not hidden.is_floating_point() or weight.dtype != hidden.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: cast both to one floating type")
     if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}, one per token of the vocabulary ({weight.shape[0]})"
-        )
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, one per token of the vocabulary ({weight.shape[0]})")
     count = hidden.shape[0]
     for name, value in (
         ("targets", targets),
