@@ -77,6 +77,22 @@ def test_preempted_requests_resume(tiny: Tiny, noise: Noise) -> None:
         assert trace.outputs[name][0] == reference.replay(prompt, trace.chunks[name]), name
 
 
+def test_a_prompt_gives_its_blocks_back_before_others_ask(tiny: Tiny, noise: Noise) -> None:
+    """The pool is full after a prompt of 9 blocks, a running request needs one more: nobody is preempted for it."""
+    folder, model = tiny("llama")
+    reference = Reference(model, metric="l2", sink=32, middle=64, recent=32, interval=32)
+    settings = {**BASE, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 330, "max_model_len": 416}
+    with engine(folder, plugin={"budget": 64, "interval": 32, "metric": "l2"}, **settings) as made:
+        first = made.submit(noise(127, 1), max_tokens=64)
+        made.engine.step()
+        second = made.submit(noise(280, 2), max_tokens=64)
+        trace = made.run()
+    assert trace.free[0] == 0
+    assert trace.chunks[second][:2] == [(0, 280), (280, 1)]
+    assert trace.outputs[first][0] == reference.generate(noise(127, 1), 64)
+    assert trace.outputs[second][0] == reference.generate(noise(280, 2), 64)
+
+
 def test_a_long_mixed_load_with_aborts(tiny: Tiny, noise: Noise) -> None:
     """60 requests, chunked prompts, several samples, aborts at random steps: all others finish and no block is lost."""
     folder, model = tiny("qwen2")

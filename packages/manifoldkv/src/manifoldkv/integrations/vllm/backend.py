@@ -117,7 +117,7 @@ def _customized(backend: Any, spec: Any) -> Any:
     refuse.check_engine(vllm_config, plugin)
     layer_type: Any = AttentionLayerBase
     refuse.check_layers(vllm_config, get_layers_from_vllm_config(vllm_config, layer_type).values())
-    made = compressed(spec, plugin, vllm_config.max_in_flight_tokens)
+    made = compressed(spec, plugin, vllm_config)
     _announce(made)
     return made if _cpu_layout_known(backend, spec, vllm_config) else spec
 

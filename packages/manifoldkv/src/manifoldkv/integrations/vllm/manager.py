@@ -34,14 +34,31 @@ class ManifoldKVManager(FullAttentionManager):
         # Lets prompts in that are longer than the whole pool: they never hold more blocks than this.
         self.max_admission_blocks_per_request = kv_cache_spec.admission_blocks(kv_cache_spec.max_in_flight_tokens)
         self._usage: dict[str, metrics.RequestUsage] = {}
+        self._steps_alone = kv_cache_spec.max_in_flight_steps == 1
+        self._due: dict[str, int] = {}  # requests whose last step evicted, and their tokens after it
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the gap of ``processed_computed_tokens``. An error frees nothing: that costs memory, not correctness."""
+        """Free the gap of ``processed_computed_tokens``."""
         del num_prompt_tokens
+        self._free_gap(request_id, processed_computed_tokens)
+
+    def new_step_starts(self) -> None:
+        """Free the gaps of the step before, of all its requests, ahead of any allocation.
+
+        Otherwise a request that comes early in the order finds the pool full and has the last one preempted, the very
+        one that is about to give back most of its prompt. Only where a step is processed before the next is scheduled.
+        """
+        super().new_step_starts()
+        for request_id, computed in self._due.items():
+            self._free_gap(request_id, computed)
+        self._due.clear()
+
+    def _free_gap(self, request_id: str, computed: int) -> None:
+        """An error frees nothing, which costs memory and no correctness."""
         try:
-            first, last = self.schedule.gap_blocks(processed_computed_tokens, self.block_size)
+            first, last = self.schedule.gap_blocks(computed, self.block_size)
             before = self.block_pool.get_num_free_blocks()
             self._remove_blocks_in_range(request_id, first, last)
             freed = self.block_pool.get_num_free_blocks() - before
@@ -56,11 +73,16 @@ class ManifoldKVManager(FullAttentionManager):
         usage = self._usage.setdefault(request_id, metrics.RequestUsage())
         usage.peak = max(usage.peak, len(self.req_to_blocks[request_id]) - usage.freed)
         usage.tokens = max(usage.tokens, num_tokens)
+        if self._steps_alone:
+            first, last = self.schedule.gap_blocks(num_tokens, self.block_size)
+            if last - first > usage.freed:
+                self._due[request_id] = num_tokens
         return new
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """A request ends, is aborted or is preempted: report it and forget it (a resumed one starts from nothing)."""
         usage = self._usage.pop(request_id, None)
+        self._due.pop(request_id, None)
         if usage is not None and usage.freed:
             logger.info(
                 "manifoldkv: request %s gave up %d of %d tokens: %d blocks freed while it ran, %d blocks at its peak",

@@ -23,11 +23,13 @@ class ManifoldKVSpec(FullAttentionSpec):
         schedule: which tokens are stored after how many computed ones.
         scoring: metric and windows; the protected tokens are a matter of the schedule, not of the scores.
         max_in_flight_tokens: tokens of the steps that may be scheduled and not yet processed.
+        max_in_flight_steps: those steps; with 1, every step is processed before the next one is scheduled.
     """
 
     schedule: Schedule
     scoring: KVConfig
     max_in_flight_tokens: int
+    max_in_flight_steps: int
 
     def admission_blocks(self, max_in_flight_tokens: int) -> int:
         """Most blocks a request ever holds: ``ceil((S + M + W + I + in flight) / b)``."""
@@ -52,7 +54,9 @@ class ManifoldKVSpec(FullAttentionSpec):
 
 
 def _extras(spec: ManifoldKVSpec) -> dict[str, Any]:
-    return {"schedule": spec.schedule, "scoring": spec.scoring, "max_in_flight_tokens": spec.max_in_flight_tokens}
+    return {
+        name: getattr(spec, name) for name in ("schedule", "scoring", "max_in_flight_tokens", "max_in_flight_steps")
+    }
 
 
 def compressible(spec: Any) -> bool:
@@ -69,7 +73,7 @@ def compressible(spec: Any) -> bool:
     )
 
 
-def compressed(spec: FullAttentionSpec, plugin: PluginConfig, max_in_flight_tokens: int) -> ManifoldKVSpec:
+def compressed(spec: FullAttentionSpec, plugin: PluginConfig, vllm_config: Any) -> ManifoldKVSpec:
     """The same layer with the plug-in's schedule and scoring."""
     schedule = Schedule.rounded(
         sink=plugin.sink, budget=plugin.budget, recent=plugin.recent, interval=plugin.interval, block=spec.block_size
@@ -79,7 +83,8 @@ def compressed(spec: FullAttentionSpec, plugin: PluginConfig, max_in_flight_toke
         **settings,
         schedule=schedule,
         scoring=scoring(plugin, schedule.middle),
-        max_in_flight_tokens=max_in_flight_tokens,
+        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+        max_in_flight_steps=vllm_config.max_concurrent_batches,
     )
 
 
