@@ -72,6 +72,7 @@ def test_a_closed_door_is_noticed(tmp_path: Path, file: str, line: str, complain
         ("core.py", "import math\nimport numpy\nfrom icml26_shared.kernels import choose_path\nfrom . import kernels"),
         ("cli.py", "from . import claims\nfrom .integrations import host\ndef f():\n    import transformers"),
         ("integrations/host.py", "import transformers\nfrom toymethod.core import score"),
+        ("__main__.py", "from toymethod.cli import main"),
         ("host.py", "from toymethod.integrations.host import *\nimport transformers"),
         ("kernels/score.py", "import triton\nimport triton.language as tl\nfrom . import other"),
         (

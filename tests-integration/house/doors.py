@@ -117,6 +117,8 @@ def room(dotted: str, member: Member) -> str:
     first = dotted.removeprefix(member.module).lstrip(".").partition(".")[0]
     if first in ("", "__init__"):
         return "__init__"
+    if first == "__main__":
+        return "cli"
     if any((member.source / "integrations" / name).exists() for name in (first, f"{first}.py")):
         return "integrations"
     for name in (*ENTRY_ROOMS, "kernels"):
