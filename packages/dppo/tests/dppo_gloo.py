@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 
 torch.set_num_threads(1)
 
-import dppo_trl as small
+import dppo_trl as small  # noqa: E402 after the number of threads is set
 
-from dppo import DynamicPruningConfig, DynamicPruningTrainer
+from dppo import DynamicPruningConfig, DynamicPruningTrainer  # noqa: E402
 
 
 def main() -> None:
@@ -37,9 +38,14 @@ def main() -> None:
     values = torch.cat([p.detach().flatten() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()])
     rank = trainer.accelerator.process_index
     scores = trainer.history.scores(sorted(trainer.history._rows)).tolist()
-    result = {"masks": log, "empty": empty[0], "history": scores, "parameters": values.tolist(), "steps": trainer.state.global_step}
-    with open(os.path.join(folder, f"result-{world}-{rank}.json"), "w") as file:
-        json.dump(result, file)
+    result = {
+        "masks": log,
+        "empty": empty[0],
+        "history": scores,
+        "parameters": values.tolist(),
+        "steps": trainer.state.global_step,
+    }
+    (Path(folder) / f"result-{world}-{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

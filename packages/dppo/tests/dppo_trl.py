@@ -1,4 +1,5 @@
-"""A GRPO run small enough for tests: words as tokens, a two-layer Llama, rollouts that depend on nothing but the prompt."""
+"""A GRPO run small enough for tests: words as tokens, a two-layer Llama, rollouts that depend on nothing but the
+prompt."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from datasets import Dataset
-from icml26_shared.models import tiny_llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from icml26_shared.models import tiny_llama
 
 WORDS = ["<pad>", "<eos>", *[f"w{i}" for i in range(30)]]
 GENERATIONS = 4
@@ -84,8 +86,8 @@ def config(cls: Any, folder: Any, **options: Any) -> Any:
     base = {
         "output_dir": str(folder), "per_device_train_batch_size": 8, "num_generations": GENERATIONS,
         "max_completion_length": 8, "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "bf16": False, "seed": 3,
-        "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "max_steps": 3, "lr_scheduler_type": "constant",
-        "beta": 0.0, "dataloader_pin_memory": False,
+        "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "max_steps": 3,
+        "lr_scheduler_type": "constant", "beta": 0.0, "dataloader_pin_memory": False,
     }  # fmt: skip
     return cls(**{**base, **options})
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from dppo.toy import ToyBatch
 
 from dppo import PruningConfig, audit_unbiasedness
 from dppo.audit import DynamicPruning, enumerate_weights
 from dppo.baselines import Cppo, Greso, dapo_keep
 from dppo.losses import LOSS_TYPES, Surrogate
+from dppo.toy import ToyBatch
 
 T = torch.tensor
 ADVANTAGES = T([0.75, -0.25, -0.25, -0.25]).double()

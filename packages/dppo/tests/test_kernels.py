@@ -45,7 +45,8 @@ def inputs(tokens, heads, kv_heads, dim, dtype=torch.float32, seed=0):
 
 
 def separate(q, k, v, layout):
-    """Each segment alone, un-packed, by PyTorch's attention: a prefix is prepended, as if every sequence had its own."""
+    """Each segment alone, un-packed, by PyTorch's attention: a prefix is prepended, as if every sequence had its
+    own."""
     pieces = []
     for start, length, prefix, prefix_length in layout.segments():
         own = slice(start, start + length)
@@ -72,7 +73,9 @@ def assert_same(path, lengths, prefixes, heads, kv_heads, dim, dtype=torch.float
     for a, b, name in zip(ours, theirs, "qkv", strict=True):
         assert a.dtype == dtype
         scale = max(1.0, float(b.abs().max())) if b.numel() else 1.0
-        torch.testing.assert_close(a.float() / scale, b / scale, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"d{n}: {m}")
+        torch.testing.assert_close(
+            a.float() / scale, b / scale, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"d{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -156,7 +159,9 @@ def test_block_lists_cover_the_mask_and_nothing_else():
     mask = layout.dense_mask()
     row_ptr, row_blocks, column_ptr, column_blocks = layout.block_lists(32, 16, "cpu")
     pairs = {(m, int(n)) for m in range(len(row_ptr) - 1) for n in row_blocks[row_ptr[m] : row_ptr[m + 1]]}
-    mirrored = {(int(m), n) for n in range(len(column_ptr) - 1) for m in column_blocks[column_ptr[n] : column_ptr[n + 1]]}
+    mirrored = {
+        (int(m), n) for n in range(len(column_ptr) - 1) for m in column_blocks[column_ptr[n] : column_ptr[n + 1]]
+    }
     needed = {(int(i) // 32, int(j) // 16) for i, j in torch.nonzero(mask)}
     assert pairs == mirrored == needed
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from dppo.toy import ToyBatch
 
 from dppo.losses import LOSS_TYPES, Surrogate, scale_gradient
+from dppo.toy import ToyBatch
 
 T = torch.tensor
 

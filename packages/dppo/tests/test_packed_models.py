@@ -6,8 +6,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from icml26_shared.models import tiny_llama, tiny_qwen2
-
+# ruff: noqa: E402 what follows needs transformers
 from dppo.integrations.transformers import (
     NAME,
     UnsupportedModelError,
@@ -17,6 +16,7 @@ from dppo.integrations.transformers import (
     separate_logps,
 )
 from dppo.packed import pack_sequences
+from icml26_shared.models import tiny_llama, tiny_qwen2
 
 T = torch.tensor
 
@@ -85,9 +85,7 @@ def test_layout_is_read_off_restarting_positions():
     model = tiny_llama(num_hidden_layers=2).float().eval()
     a, b = T([3, 4, 5, 6]), T([7, 8])
     with packed_attention_of(model):
-        packed = model(
-            torch.cat([a, b])[None], position_ids=T([[0, 1, 2, 3, 0, 1]]), use_cache=False
-        ).logits
+        packed = model(torch.cat([a, b])[None], position_ids=T([[0, 1, 2, 3, 0, 1]]), use_cache=False).logits
     torch.testing.assert_close(packed[:, :4], model(a[None]).logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(packed[:, 4:], model(b[None]).logits, rtol=1e-4, atol=1e-5)
 
@@ -147,8 +145,8 @@ def test_misuse_of_the_attention_function():
     with packed_attention_of(model):
         with pytest.raises(ValueError, match="one at a time"):
             model(torch.zeros(2, 3, dtype=torch.long), use_cache=False)
+        cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
         with pytest.raises(ValueError, match="without a cache"):
-            cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
             model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
 
 

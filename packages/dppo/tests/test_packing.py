@@ -105,13 +105,10 @@ def test_first_fit_decreasing_by_the_textbook():
     free: list[int] = []
     expected: list[list[int]] = []
     for item in np.argsort(-lengths, kind="stable"):
-        for row, room in enumerate(free):
-            if room >= lengths[item]:
-                break
-        else:
+        row = next((r for r, room in enumerate(free) if room >= lengths[item]), len(free))
+        if row == len(free):
             free.append(64)
             expected.append([])
-            row = len(free) - 1
         free[row] -= lengths[item]
         expected[row].append(int(item))
     assert rows(pack_first_fit_decreasing(lengths, 64)) == expected

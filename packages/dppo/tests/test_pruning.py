@@ -135,9 +135,7 @@ def test_fixed_removes_exactly_floor():
 
 def test_deterministic_warns_and_removes_the_lowest_first():
     with pytest.warns(UserWarning, match="biased"):
-        result = prune_completions(
-            T([0.75, -0.25, -0.25, -0.25]), 4, PruningConfig(mode="deterministic"), generator=0
-        )
+        result = prune_completions(T([0.75, -0.25, -0.25, -0.25]), 4, PruningConfig(mode="deterministic"), generator=0)
     assert result.keep.tolist() == [True, False, True, True]
     assert result.weight.tolist() == [1, 0, 2, 2]
 
@@ -181,10 +179,7 @@ def test_duplicate_sample_ids_draw_independently_and_without_favour():
     advantages, ids = T([0.9, -0.3, -0.3, -0.3]), T([1, 2, 2, 3])
     cfg = PruningConfig(mode="fixed", completion_rate=0.4)
     keeps = torch.stack(
-        [
-            prune_completions(advantages, 4, cfg, generator=MaskGenerator(0, s), sample_ids=ids).keep
-            for s in range(2000)
-        ]
+        [prune_completions(advantages, 4, cfg, generator=MaskGenerator(0, s), sample_ids=ids).keep for s in range(2000)]
     ).double()
     assert ((keeps.mean(0)[1:] - 2 / 3).abs() < 4 * (2 / 9 / 2000) ** 0.5).all()
 
@@ -226,9 +221,7 @@ def test_annealing_stops_pruning_but_not_free_zeros():
     late = prune_completions(advantages, 4, cfg, generator=0, progress=0.875)
     assert late.keep.tolist() == [True] * 4 + [False] * 4
     assert late.weight.tolist() == [1.0] * 4 + [0.0] * 4
-    assert not all(
-        prune_completions(advantages, 4, cfg, generator=s, progress=0.874).keep[:4].all() for s in range(10)
-    )
+    assert not all(prune_completions(advantages, 4, cfg, generator=s, progress=0.874).keep[:4].all() for s in range(10))
 
 
 def test_water_filling_meets_budget_and_is_optimal_against_perturbations():
@@ -307,9 +300,7 @@ def test_bad_batches():
     with pytest.raises(ValueError, match="shape"):
         prune_completions(torch.randn(2, 2), 2, generator=0)
     with pytest.raises(ValueError, match="needs lengths"):
-        prune_completions(
-            torch.randn(4), 2, PruningConfig(mode="systematic", budget="tokens"), generator=0
-        )
+        prune_completions(torch.randn(4), 2, PruningConfig(mode="systematic", budget="tokens"), generator=0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -76,7 +76,11 @@ def micro_batches_of(trainer):
     return result
 
 
-LOSS_OPTIONS = [(name, "token", 0.0) for name in LOSS_TYPES] + [("grpo", "sequence", 0.0), ("dapo", "sequence", 0.1), ("dr_grpo", "token", 0.1)]
+LOSS_OPTIONS = [(name, "token", 0.0) for name in LOSS_TYPES] + [
+    ("grpo", "sequence", 0.0),
+    ("dapo", "sequence", 0.1),
+    ("dr_grpo", "token", 0.1),
+]
 
 
 @pytest.mark.parametrize(("loss_type", "level", "beta"), LOSS_OPTIONS)
@@ -84,7 +88,8 @@ def test_expected_gradient_over_all_masks_is_trl_s_full_gradient(tmp_path, monke
     """Two micro-batches of four rows, off-policy, every mask of the batch: E = the gradient of the plain trainer."""
     options = {
         "loss_type": loss_type, "importance_sampling_level": level, "beta": beta, "per_device_train_batch_size": 4,
-        "steps_per_generation": 2, "gradient_accumulation_steps": 1, "epsilon_high": 5.0 if loss_type == "cispo" else 0.2,
+        "steps_per_generation": 2, "gradient_accumulation_steps": 1,
+        "epsilon_high": 5.0 if loss_type == "cispo" else 0.2,
     }  # fmt: skip
     plain = small.trainer(GRPOTrainer, small.config(GRPOConfig, tmp_path, **options))
     shift = [0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(7)) for p in plain.model.parameters()]
@@ -111,7 +116,9 @@ def test_expected_gradient_over_all_masks_is_trl_s_full_gradient(tmp_path, monke
     assert 4 <= len(weights) <= 64
     expected = torch.zeros_like(full)
     for p, weight in zip(probability, weights, strict=True):
-        forced = PruneResult(weight > 0, weight.float(), torch.zeros(8), torch.zeros(8, dtype=torch.bool), torch.ones(8).long())
+        forced = PruneResult(
+            weight > 0, weight.float(), torch.zeros(8), torch.zeros(8, dtype=torch.bool), torch.ones(8).long()
+        )
         monkeypatch.setattr(plugin, "prune_completions", lambda *a, r=forced, **k: r)
         ours._buffered_inputs = None
         expected += p * gradient_of(ours, micro_batches_of(ours), shift)
@@ -134,7 +141,8 @@ def test_weights_stay_outside_ratio_and_clip(tmp_path, monkeypatch):
 
 def test_training_with_pruning_logs_what_it_saved(tmp_path):
     trainer = small.trainer(
-        DynamicPruningTrainer, small.config(DynamicPruningConfig, tmp_path, max_steps=24, per_device_train_batch_size=16)
+        DynamicPruningTrainer,
+        small.config(DynamicPruningConfig, tmp_path, max_steps=24, per_device_train_batch_size=16),
     )
     trainer.train()
     rows = [row for row in trainer.state.log_history if "dppo/ess" in row]
@@ -179,9 +187,7 @@ def test_old_log_probabilities_are_computed_for_kept_rows_only(tmp_path, monkeyp
     assert kept < 8
     scored = [n for n, grad in seen if not grad]
     assert sum(scored) == 2 * kept, "old and reference, kept rows only"
-    plain_old = original(
-        trainer, trainer.model, *_inputs(trainer._buffered_inputs[0])
-    )[0]
+    plain_old = original(trainer, trainer.model, *_inputs(trainer._buffered_inputs[0]))[0]
     torch.testing.assert_close(
         trainer._buffered_inputs[0]["old_per_token_logps"], plain_old.detach(), rtol=1e-4, atol=1e-5
     )
@@ -225,7 +231,9 @@ def masks_of(trainer, log):
 
     def spy(shared, rows):
         masks = original(shared, rows)
-        log.append((shared["keys"].tolist(), shared["pulled"], masks[0].weight.tolist(), shared["draw_weight"].tolist()))
+        log.append(
+            (shared["keys"].tolist(), shared["pulled"], masks[0].weight.tolist(), shared["draw_weight"].tolist())
+        )
         return masks
 
     trainer._masks = spy
@@ -233,7 +241,14 @@ def masks_of(trainer, log):
 
 
 def test_resumed_run_gives_the_same_masks_and_parameters(tmp_path):
-    options = {"max_steps": 14, "per_device_train_batch_size": 16, "save_strategy": "steps", "save_steps": 5, "num_iterations": 1, "history_threshold": "batch"}
+    options = {
+        "max_steps": 14,
+        "per_device_train_batch_size": 16,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "num_iterations": 1,
+        "history_threshold": "batch",
+    }
     whole, log = [], []
     first = small.trainer(DynamicPruningTrainer, small.config(DynamicPruningConfig, tmp_path, **options), n=20)
     masks_of(first, whole)
@@ -308,7 +323,16 @@ def test_refusals(tmp_path):
 def make_sampler(n=20, batch=3, rate=0.6, shuffle=True, **more):
     keys = dataset_keys([f"p{i}" for i in range(n)])
     return PruningSampler(
-        range(n), 2, batch, 2, shuffle, 5, keys=keys, history=more.pop("history", PromptHistory()), rate=lambda: rate, **more
+        range(n),
+        2,
+        batch,
+        2,
+        shuffle,
+        5,
+        keys=keys,
+        history=more.pop("history", PromptHistory()),
+        rate=lambda: rate,
+        **more,
     )
 
 
@@ -376,7 +400,8 @@ def test_dealing_balances_tokens_and_keeps_empty_micro_batches():
     lengths = T([8, 1, 1, 1, 5, 1])
     batch = {
         "prompt_ids": torch.ones(6, 2).long(), "prompt_mask": torch.ones(6, 2).long(),
-        "completion_ids": torch.arange(48).reshape(6, 8), "completion_mask": (torch.arange(8) < lengths[:, None]).long(),
+        "completion_ids": torch.arange(48).reshape(6, 8),
+        "completion_mask": (torch.arange(8) < lengths[:, None]).long(),
         "advantages": torch.arange(6.0), "num_items_in_batch": T(17.0),
     }  # fmt: skip
     keep = T([True, True, False, True, True, False])

@@ -38,7 +38,12 @@ def run(folder: Path, world: int, options: dict) -> list[dict]:
         command = [sys.executable, str(HERE / "dppo_gloo.py"), str(folder), json.dumps(options)]
         processes.append(
             subprocess.Popen(
-                command, env={**environment, **ranks}, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                env={**environment, **ranks},
+                cwd=HERE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         )
     try:

@@ -54,8 +54,8 @@ class Design(Protocol):
 
 @dataclass(frozen=True)
 class DynamicPruning:
-    """The design of a PruningConfig. `batch["prompt_low"]`, one bool a group (in the order of the sorted group ids), says
-    which prompts are low; without it there is no prompt level."""
+    """The design of a PruningConfig. `batch["prompt_low"]`, one bool a group (in the order of the sorted group ids),
+    says which prompts are low; without it there is no prompt level."""
 
     cfg: PruningConfig
 
@@ -255,8 +255,8 @@ def audit_unbiasedness(
         loss_fn: (params, batch, weight (B,)) -> scalar loss of the completions with weight > 0, each weighted; with
             all weights 1 it must be the full batch's loss.
         params: tensors with requires_grad (e.g. `model.parameters()`).
-        batch: has "advantages" (B,) and "groups" (a group size, or (B,) ids); optional "lengths" (B,), "prompt_low" (one
-            bool a group: which prompts may be skipped), "sample_ids"; anything else is loss_fn's own.
+        batch: has "advantages" (B,) and "groups" (a group size, or (B,) ids); optional "lengths" (B,), "prompt_low"
+            (one bool a group: which prompts may be skipped), "sample_ids"; anything else is loss_fn's own.
         cfg: the pruning: a PruningConfig, or any `Design` such as those of `dppo.baselines`.
         n: "enumerate" (at most 2^16 masks), or the number of masks to sample.
         generator: of the sampled masks.
@@ -291,8 +291,8 @@ def audit_unbiasedness(
     rollouts = 1 - sum(
         float((part.probability @ (part.factor == 0).double()).sum()) for part in components if part.saves_rollouts
     ) / max(size, 1)
-    return _report(batch, probability, weights, full, mean, variance, n == "enumerate", per_sample if additive else None,
-                   _rounding(parameters), rollouts)  # fmt: skip
+    return _report(batch, probability, weights, full, mean, variance, n == "enumerate",
+                   per_sample if additive else None, _rounding(parameters), rollouts)  # fmt: skip
 
 
 def _rounding(parameters: Sequence[Tensor]) -> float:
@@ -361,4 +361,3 @@ def _inflation(per_sample: Tensor | None, strata: Strata, variance: Tensor) -> f
     groups = torch.zeros(strata.n_groups, per_sample.shape[1]).double().index_add_(0, strata.group, per_sample)
     batch_variance = float(groups.var(0).sum()) * strata.n_groups
     return 1 + float(variance.sum()) / batch_variance if batch_variance else float("nan")
-

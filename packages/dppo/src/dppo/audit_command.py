@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from icml26_shared.console import Context
-
 from dppo.config import PruningConfig
 from dppo.logs import read_groups, replay
+from icml26_shared.console import Context
 
 
 def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What others do instead: drop completions or prompts without re-weighting. Biased; here to be compared with.
 
-CPPO (arXiv 2503.22342) keeps the completions of largest |A|. GRESO (arXiv 2506.02177) skips prompts that were all right or
-all wrong at their last visits, with a probability that grows with the streak. DAPO's dynamic sampling drops groups
-without variance and samples others instead. All are `Design`s of `dppo.audit` too.
+CPPO (arXiv 2503.22342) keeps the completions of largest |A|. GRESO (arXiv 2506.02177) skips prompts that were all
+right or all wrong at their last visits, with a probability that grows with the streak. DAPO's dynamic sampling drops
+groups without variance and samples others instead. All are `Design`s of `dppo.audit` too.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from icml26_shared.bench import Bench, Measured, Rule, compare, growth, peak_memory
-from icml26_shared.console import Context
 from torch import Tensor
 
 from dppo import workloads
@@ -18,6 +16,8 @@ from dppo.kernels.policy_loss import Clip
 from dppo.packed import pack_sequences
 from dppo.packing import pack_best_fit_decreasing, pack_window
 from dppo.pruning import prune_completions
+from icml26_shared.bench import Bench, Measured, Rule, compare, growth, peak_memory
+from icml26_shared.console import Context
 
 
 def run(ctx: Context, args: argparse.Namespace) -> Any:
@@ -177,9 +177,7 @@ def _against_trl(lengths: np.ndarray, seed: int) -> Measured:
 
 def _padded(rows: list[Tensor], *, left: bool) -> Tensor:
     width = max(map(len, rows))
-    return torch.stack(
-        [torch.nn.functional.pad(r, (width - len(r), 0) if left else (0, width - len(r))) for r in rows]
-    )
+    return torch.stack([torch.nn.functional.pad(r, (width - len(r), 0) if left else (0, width - len(r))) for r in rows])
 
 
 def _shared_prompts(seed: int) -> Measured:

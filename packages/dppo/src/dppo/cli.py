@@ -20,14 +20,16 @@ app.standard(
 
 
 def _audit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", help='JSONL, a row a completion: {"prompt_id", "reward", "length", ["advantage"], ["step"]}')
+    parser.add_argument(
+        "log", help='JSONL, a row a completion: {"prompt_id", "reward", "length", ["advantage"], ["step"]}'
+    )
     parser.add_argument("--prompt-rate", type=float, default=0.5, help="r_q (default 0.5)")
     parser.add_argument("--completion-rate", type=float, default=0.5, help="r_o (default 0.5)")
     parser.add_argument("--batch-prompts", type=int, default=32, help="groups a step, where rows have no step (32)")
 
 
 def _pack_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lengths", help="token counts: one a line, or JSONL rows with \"length\"")
+    parser.add_argument("lengths", help='token counts: one a line, or JSONL rows with "length"')
     parser.add_argument("--capacity", type=int, default=4096, help="tokens of a row (default 4096)")
     parser.add_argument("--window", type=int, default=64, help="look-ahead (default 64)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of a padded batch (default 8)")

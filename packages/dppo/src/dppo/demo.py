@@ -8,12 +8,12 @@ import warnings
 from typing import Any
 
 import torch
-from icml26_shared.checkpoint import atomic_write_json
-from icml26_shared.console import Context
-from icml26_shared.plots import figure, lines, save
 
 from dppo.learning import Curve, Recipe, train
 from dppo.tasks import TASKS
+from icml26_shared.checkpoint import atomic_write_json
+from icml26_shared.console import Context
+from icml26_shared.plots import figure, lines, save
 
 RUNS = {
     "GRPO (full batch)": Recipe("grpo"),
@@ -80,8 +80,8 @@ def _conclusion(curves: dict[str, Curve]) -> str:
     target = min(full.smooth()[-1], ours.smooth()[-1])
     ratio = full.to_reach(target, full.cost()) / ours.to_reach(target, ours.cost())
     return (
-        f"DPPO .5/.5 reached accuracy {target:.3f} with {ratio:.2f} times fewer tokens (generated + 3 × updated) than the "
-        f"full batch; final accuracies {ours.smooth()[-1]:.3f} and {full.smooth()[-1]:.3f}."
+        f"DPPO .5/.5 reached accuracy {target:.3f} with {ratio:.2f} times fewer tokens (generated + 3 × updated) than "
+        f"the full batch; final accuracies {ours.smooth()[-1]:.3f} and {full.smooth()[-1]:.3f}."
     )
 
 

@@ -47,9 +47,7 @@ def remove_count(
     return ~low | (rank_in_stratum(uniform, low, stratum) >= removed[stratum])
 
 
-def low_count(
-    low: Bool[Tensor, " batch"], stratum: Int64[Tensor, " batch"], strata: int
-) -> Int64[Tensor, " strata"]:
+def low_count(low: Bool[Tensor, " batch"], stratum: Int64[Tensor, " batch"], strata: int) -> Int64[Tensor, " strata"]:
     """How many low items each stratum has."""
     return torch.zeros(strata, dtype=torch.int64, device=low.device).index_add_(0, stratum, low.to(torch.int64))
 

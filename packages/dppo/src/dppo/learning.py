@@ -35,8 +35,8 @@ class Recipe:
 
     Args:
         method: "grpo": every completion updated. "dppo": unbiased pruning at both levels. "no_rescale": the same masks,
-            weights 1. "deterministic": lowest first at both levels. "cppo": largest |A| kept, weights 1. "greso": prompts
-            skipped by streaks, weights 1.
+            weights 1. "deterministic": lowest first at both levels. "cppo": largest |A| kept, weights 1. "greso":
+            prompts skipped by streaks, weights 1.
         prompt_rate, completion_rate: r_q and r_o (for "cppo" r_o is its rate; "grpo" and "greso" have none).
         steps, prompts, samples: optimizer steps, prompts kept a step, answers N a prompt.
         optimizer: "adamw" or "sgd"; lr; clip: largest gradient norm, or None.
@@ -190,7 +190,9 @@ def _completions(recipe: Recipe, advantages: Tensor, seed: int, step: int) -> tu
     return result.keep, result.weight.double()
 
 
-def train(task: Task, recipe: Recipe, seed: int, policy: nn.Module, *, on_step: Callable[[], None] | None = None) -> Curve:
+def train(
+    task: Task, recipe: Recipe, seed: int, policy: nn.Module, *, on_step: Callable[[], None] | None = None
+) -> Curve:
     """Trains `policy` in place.
 
     Args:

@@ -235,7 +235,9 @@ def _count(
     lengths = torch.cat([g.lengths for g in batch])
     strata = stratify(advantages, index, cfg, lengths=lengths)
     drawn = prune_completions(advantages, index, cfg, generator=generator, lengths=lengths)
-    keep = (1 - prompt_prob)[index] * torch.where(strata.free, 0.0, torch.where(strata.low, 1 - cfg.completion_rate, 1.0))
+    keep = (1 - prompt_prob)[index] * torch.where(
+        strata.free, 0.0, torch.where(strata.low, 1 - cfg.completion_rate, 1.0)
+    )
     tokens, mass = lengths.double(), advantages.abs() * lengths
     push = advantages * lengths
     energy = advantages.square() * tokens

@@ -130,9 +130,7 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * weight, None
 
 
-def scale_gradient(
-    values: Float[Tensor, "batch time"], weight: Float[Tensor, " batch"]
-) -> Float[Tensor, "batch time"]:
+def scale_gradient(values: Float[Tensor, "batch time"], weight: Float[Tensor, " batch"]) -> Float[Tensor, "batch time"]:
     """The values unchanged; gradients flowing back into row i are multiplied by weight[i].
 
     If row i of a loss depends on the parameters through these values alone, this weights the whole gradient of that

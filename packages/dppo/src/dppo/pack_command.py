@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from icml26_shared.console import Context
-
 from dppo.logs import LogError, read_lengths
 from dppo.packing import (
     Packing,
@@ -18,6 +16,7 @@ from dppo.packing import (
     pack_window,
     pad_batches,
 )
+from icml26_shared.console import Context
 
 
 def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:

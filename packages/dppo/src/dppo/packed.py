@@ -74,9 +74,7 @@ def pack_sequences(
     sizes = [len(c) for c in completions]
     if capacity is None:
         capacity = max(sum(sizes) + sum(prompt_sizes), 1)
-    packing = pack_window(
-        sizes, capacity, window, prefix_ids=keys, prefix_lengths=prompt_sizes, overflow=overflow
-    )
+    packing = pack_window(sizes, capacity, window, prefix_ids=keys, prefix_lengths=prompt_sizes, overflow=overflow)
     by_key = dict(zip(keys, prompts, strict=True))
     rows = [_row(packing, index, by_key, completions) for index in range(len(packing.rows))]
     return packing, rows

@@ -1,9 +1,9 @@
 """Dense prompt packing: sequences into rows of a fixed number of tokens, in arrival order, with a look-ahead window.
 
 Repeat: open a row with the item at the head of the queue, so that nothing starves; then, among the next W queued
-items, take the longest that still fits (ties: the earliest), until none in the window fits. W = 1 is next-fit; a large W
-approaches best-fit-decreasing while the order is roughly kept. An item at position k of the queue is placed in row k at
-the latest.
+items, take the longest that still fits (ties: the earliest), until none in the window fits. W = 1 is next-fit; a large
+W approaches best-fit-decreasing while the order is roughly kept. An item at position k of the queue is placed in row k
+at the latest.
 """
 
 from __future__ import annotations
@@ -358,8 +358,8 @@ def _checked(
     long = np.flatnonzero(need > capacity)
     if len(long) and overflow == "error":
         raise ValueError(
-            f"item {long[0]} has {need[long[0]]} tokens, a row {capacity} ({len(long)} such items); raise the capacity or "
-            "choose overflow='own_row' or overflow='truncate'"
+            f"item {long[0]} has {need[long[0]]} tokens, a row {capacity} ({len(long)} such items); raise the "
+            "capacity or choose overflow='own_row' or overflow='truncate'"
         )
     if not len(long) or overflow == "own_row":
         return items, need, prefix, np.zeros(0, np.int64)
@@ -376,7 +376,9 @@ def _check_prefixes(items: np.ndarray, ids: Sequence[Any], prefix: np.ndarray) -
     known: dict[Any, int] = {}
     for group, length in zip(ids, prefix.tolist(), strict=True):
         if known.setdefault(group, length) != length:
-            raise ValueError(f"prefix {group!r} has lengths {known[group]} and {length}; items of one id share one prefix")
+            raise ValueError(
+                f"prefix {group!r} has lengths {known[group]} and {length}; items of one id share one prefix"
+            )
 
 
 def _packing(

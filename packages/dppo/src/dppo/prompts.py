@@ -73,7 +73,8 @@ class PromptHistory:
 
     @property
     def collisions(self) -> int:
-        """Pairs of different prompt texts met so far whose 64-bit hashes were equal (each keeps a history of its own)."""
+        """Pairs of different prompt texts met so far whose 64-bit hashes were equal (each keeps a history of its
+        own)."""
         return self._collisions
 
     @property
@@ -125,7 +126,9 @@ class PromptHistory:
             raise ValueError(f"{len(rows)} ids, {len(values)} scores and {len(tokens)} lengths; one each is needed")
         if not np.all(np.isfinite(values) & (values >= 0)):
             bad = int(np.argmin(np.isfinite(values) & (values >= 0)))
-            raise ValueError(f"mean |advantage| of prompt {bad} of the batch is {values[bad]}; finite and >= 0 is needed")
+            raise ValueError(
+                f"mean |advantage| of prompt {bad} of the batch is {values[bad]}; finite and >= 0 is needed"
+            )
         unique, inverse, count = np.unique(rows, return_inverse=True, return_counts=True)
         fresh = np.bincount(inverse, values, len(unique)) / count
         old = self._score[unique]
@@ -139,7 +142,10 @@ class PromptHistory:
             raise ValueError(f"histories of different key spaces cannot be merged: n={self.n} and n={other.n}")
         count = len(other)
         mine = np.array(
-            [self._row(int(k), int(c), create=True) for k, c in zip(other._keys[:count], other._checks[:count], strict=True)],
+            [
+                self._row(int(k), int(c), create=True)
+                for k, c in zip(other._keys[:count], other._checks[:count], strict=True)
+            ],
             dtype=np.int64,
         )
         newer, same = other._step[:count] > self._step[mine], other._step[:count] == self._step[mine]
@@ -327,8 +333,8 @@ def pull_block(
 
     How far to pull must not depend on the mask. Drawing prompt after prompt until `target` are kept and dividing by
     the number pulled is biased: with one prompt wanted, P = 1/2 and all terms 1, it gives E[2/n] = 2·ln 2 ≈ 1.39
-    instead of 1. Here the stretch is the shortest with n − floor(r·n_low) = target, which depends on history only; then exactly
-    d = floor(r·n_low) low prompts are removed uniformly, weight n_low/(n_low − d).
+    instead of 1. Here the stretch is the shortest with n − floor(r·n_low) = target, which depends on history only;
+    then exactly d = floor(r·n_low) low prompts are removed uniformly, weight n_low/(n_low − d).
 
     Args:
         low: which prompts of the epoch's order are low.

@@ -218,7 +218,8 @@ def _draw(
 
 
 def counted_design(strata: Strata, cfg: PruningConfig, generator: MaskGenerator) -> tuple[Tensor, Tensor]:
-    """For designs that first fix how many low items of a group go: (number removed, inclusion probability), by group."""
+    """For designs that first fix how many low items of a group go: (number removed, inclusion probability), by
+    group."""
     n_low = low_count(strata.low, strata.group, strata.n_groups)
     least = least_kept(strata, cfg, n_low)
     if cfg.mode == "fixed":

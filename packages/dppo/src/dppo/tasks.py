@@ -1,7 +1,7 @@
 """Two small tasks with verifiable answers, for the demo and the claims: real handwritten digits, and addition.
 
-A task is a set of prompts, a policy made for it, and a verifier. Both policies are small enough that a training run takes
-seconds to a minute on one core.
+A task is a set of prompts, a policy made for it, and a verifier. Both policies are small enough that a training run
+takes seconds to a minute on one core.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from icml26_shared.errors import require
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+
+from icml26_shared.errors import require
 
 
 class Task(Protocol):
@@ -196,7 +197,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         q, k, v = (
-            part.reshape(batch, time, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(width, -1)
+            part.reshape(batch, time, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).split(width, -1)
         )
         scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
         mask = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)

@@ -54,8 +54,8 @@ def summary(rows: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The YAML file: model (folder or name), data (JSONL with prompt and answer), verifier, output_dir, and trainer, the
-    arguments of DynamicPruningConfig.
+    """The YAML file: model (folder or name), data (JSONL with prompt and answer), verifier, output_dir, and trainer,
+    the arguments of DynamicPruningConfig.
 
     Raises:
         FileNotFoundError; UserError: not YAML, unknown or missing keys.
@@ -69,11 +69,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} must hold keys and values: {', '.join(sorted(KEYS))}")
     unknown, missing = set(settings) - KEYS, {"model", "data", "output_dir"} - set(settings)
     if unknown or missing:
-        raise UserError(
-            f"{path}: " + "; ".join(
-                f"{word} {', '.join(sorted(names))}" for word, names in (("unknown", unknown), ("missing", missing)) if names
-            ) + f" (keys: {', '.join(sorted(KEYS))})"
-        )  # fmt: skip
+        wrong = {"unknown": unknown, "missing": missing}
+        what = "; ".join(f"{word} {', '.join(sorted(names))}" for word, names in wrong.items() if names)
+        raise UserError(f"{path}: {what} (keys: {', '.join(sorted(KEYS))})")
     return {"verifier": "exact", "trainer": {}, **settings}
 
 
@@ -139,7 +137,7 @@ def read_data(path: str | Path) -> list[dict[str, Any]]:
 
 
 def find_verifier(name: str) -> Callable[[str, str], bool]:
-    """"exact", "contains", "boxed" (the last \\boxed{...}), "number" (the last number), or "module:function"."""
+    """ "exact", "contains", "boxed" (the last \\boxed{...}), "number" (the last number), or "module:function"."""
     built_in: dict[str, Callable[[str, str], bool]] = {
         "exact": lambda text, answer: text.strip() == answer.strip(),
         "contains": lambda text, answer: answer.strip() in text,

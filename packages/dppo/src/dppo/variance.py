@@ -20,8 +20,8 @@ def gradient_variance(
 ) -> dict[str, dict[str, float]]:
     """Ratio of total gradient variance, pruned over full, at a fixed policy of the digits task.
 
-    The policy is trained for `warm_up` steps; one pass of groups fills the prompt history; then each batch gives the full
-    gradient and, for each rate (used at both levels), a pruned one. The ratio compares tr Var over the batches.
+    The policy is trained for `warm_up` steps; one pass of groups fills the prompt history; then each batch gives the
+    full gradient and, for each rate (used at both levels), a pruned one. The ratio compares tr Var over the batches.
 
     Returns:
         For each rate, as text: "variance_ratio", and "ess_share", the mean of (Σw)²/Σw² over the completions that are

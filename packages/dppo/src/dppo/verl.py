@@ -54,9 +54,7 @@ def prune_batch(
         raise ValueError("the batch has no 'uid', which names the group of each row")
     mask = tensors["response_mask"]
     advantages = _per_row(tensors["advantages"], mask)
-    result = prune_completions(
-        advantages, uid, cfg, generator=generator, lengths=mask.sum(1).long(), progress=progress
-    )
+    result = prune_completions(advantages, uid, cfg, generator=generator, lengths=mask.sum(1).long(), progress=progress)
     spread = result.weight.to(tensors["advantages"].dtype)[:, None]
     if weights == "advantages":
         tensors["advantages"] = tensors["advantages"] * spread

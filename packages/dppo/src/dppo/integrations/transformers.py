@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from icml26_shared.errors import require
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from dppo.kernels import PackedLayout, packed_attention
 from dppo.packed import PackedRow
+from icml26_shared.errors import require
 
 require("transformers", "dppo[transformers]")
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402 after the check that names the extra
@@ -49,12 +49,16 @@ def packed_attention_forward(
             soft-cap, sinks, a cache).
     """
     if query.shape[0] != 1:
-        raise ValueError(f"packed rows run one at a time, got a batch of {query.shape[0]}; lay them end to end in one row")
+        raise ValueError(
+            f"packed rows run one at a time, got a batch of {query.shape[0]}; lay them end to end in one row"
+        )
     if dropout:
         raise ValueError("packed attention has no dropout; set the model's attention_dropout to 0")
     for name in ("sliding_window", "softcap", "s_aux"):
         if others.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for {name}={others[name]!r}, which packed attention has not")
+            raise ValueError(
+                f"{type(module).__name__} asks for {name}={others[name]!r}, which packed attention has not"
+            )
     if key.shape[2] != query.shape[2]:
         raise ValueError("packed attention takes whole rows without a cache; call the model with use_cache=False")
     if packed_layout is None:
@@ -103,7 +107,10 @@ def check_packable(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{name} carries a recurrent state across position resets; {advice}")
     for module in model.modules():
         kind = type(module).__name__
-        if any(word in kind for word in ("Mamba", "GatedDeltaNet", "LinearAttention", "ShortConv", "RecurrentBlock", "RWKV", "Rwkv")):
+        if any(
+            word in kind
+            for word in ("Mamba", "GatedDeltaNet", "LinearAttention", "ShortConv", "RecurrentBlock", "RWKV", "Rwkv")
+        ):
             raise UnsupportedModelError(f"{name} has {kind}, whose state ignores position resets; {advice}")
     other = set(getattr(config, "layer_types", None) or []) - _PLAIN_LAYERS
     if other:

@@ -6,8 +6,8 @@ and, with any other subclass of GRPOTrainer, the mixin in front of it:
 
     class Trainer(DynamicPruningMixin, MaxRLTrainer): ...
 
-Where the method sits: prompts are skipped by the sampler; completions after rewards and advantages of the full groups are
-known and before old and reference log-probabilities are computed; weights are applied to the gradient of each row
+Where the method sits: prompts are skipped by the sampler; completions after rewards and advantages of the full groups
+are known and before old and reference log-probabilities are computed; weights are applied to the gradient of each row
 of TRL's own loss, so ratio and clip see none of them; and the loss is rescaled from what was kept to the Z of the full
 batch. The logged loss is that of the kept rows over the full Z: its gradient is the unbiased one.
 """
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from icml26_shared.checkpoint import load_state, save_state
-from icml26_shared.errors import require
 from torch import Tensor
 
 from dppo.config import PruningConfig
@@ -35,6 +33,8 @@ from dppo.keys import prompt_key
 from dppo.losses import LOSS_TYPES, SEQUENCE_LOSSES, scale_gradient
 from dppo.prompts import PromptHistory
 from dppo.pruning import PruneResult, prune_completions
+from icml26_shared.checkpoint import load_state, save_state
+from icml26_shared.errors import require
 
 require("trl", "dppo[trl]")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402 after the check that names the extra
@@ -65,8 +65,12 @@ class DynamicPruningConfig(GRPOConfig):
     `max_steps` if a learning rate schedule must reach its end.
     """
 
-    prompt_rate: float = field(default=0.5, metadata={"help": "Probability with which a prompt of low history is skipped."})
-    completion_rate: float = field(default=0.5, metadata={"help": "Probability with which a low completion is skipped."})
+    prompt_rate: float = field(
+        default=0.5, metadata={"help": "Probability with which a prompt of low history is skipped."}
+    )
+    completion_rate: float = field(
+        default=0.5, metadata={"help": "Probability with which a low completion is skipped."}
+    )
     pruning_mode: str = field(default="bernoulli", metadata={"help": "bernoulli, fixed, systematic or deterministic."})
     free_zeros: bool | None = field(default=None, metadata={"help": "Remove rows of advantage 0 for nothing."})
     anneal: float = field(default=1.0, metadata={"help": "Share of the steps that are pruned."})
@@ -108,8 +112,8 @@ class DynamicPruningMixin:
         missing = [name for name in ("prompt_rate", "completion_rate", "pack") if not hasattr(self.args, name)]
         if missing:
             raise TypeError(
-                f"args is a {type(self.args).__name__} without {', '.join(missing)}; use DynamicPruningConfig, or a class "
-                "that inherits from it and from the other trainer's config"
+                f"args is a {type(self.args).__name__} without {', '.join(missing)}; use DynamicPruningConfig, or a "
+                "class that inherits from it and from the other trainer's config"
             )
         model = self.accelerator.unwrap_model(self.model)
         self._plain_attention: str = model.config.get_text_config()._attn_implementation
@@ -284,9 +288,7 @@ class DynamicPruningMixin:
         grouped = shared["advantages"].abs().double().reshape(-1, self.num_generations)
         lengths = shared["lengths"].double().reshape(-1, self.num_generations)
         keys = shared["keys"].reshape(-1, self.num_generations)[:, 0]
-        self.history.update(
-            keys.cpu(), grouped.mean(1).cpu(), self.generation_count, lengths=lengths.mean(1).cpu()
-        )
+        self.history.update(keys.cpu(), grouped.mean(1).cpu(), self.generation_count, lengths=lengths.mean(1).cpu())
 
     def _log_pruning(self, shared: dict[str, Any], local: PruneResult) -> None:
         whole: PruneResult = shared["whole"]
@@ -374,7 +376,14 @@ class DynamicPruningMixin:
             aux_loss = None
         else:
             logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **others
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                **others,
             )
         if self._row_weight is not None and torch.is_grad_enabled():
             logps = scale_gradient(logps, self._row_weight)
@@ -456,7 +465,9 @@ def _check_loss(trainer: Any, args: Any) -> None:
     }
     for name, present in refused.items():
         if present:
-            raise ValueError(f"{name} is not supported with pruning: it averages over what is kept, so it would be biased")
+            raise ValueError(
+                f"{name} is not supported with pruning: it averages over what is kept, so it would be biased"
+            )
 
 
 class DynamicPruningTrainer(DynamicPruningMixin, GRPOTrainer):

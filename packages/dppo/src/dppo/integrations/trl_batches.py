@@ -18,8 +18,8 @@ PROMPT_KEYS = ("prompt_ids", "prompt_mask")
 def assign(batch: dict[str, Any], keep: Tensor, micro_batches: int) -> list[list[int]]:
     """Which kept row goes into which micro-batch: nearly equal tokens each.
 
-    Longest first, each into the micro-batch with the fewest tokens that has a row free (a micro-batch never has more rows
-    than it would without pruning).
+    Longest first, each into the micro-batch with the fewest tokens that has a row free (a micro-batch never has more
+    rows than it would without pruning).
 
     Args:
         batch: TRL's output of a generation. keep: (B,) rows to keep. micro_batches: how many.
@@ -109,9 +109,7 @@ def packed_log_probabilities(
     prompts = [ids[:split][mask[:split].bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
     places = [torch.nonzero(mask[split:]).flatten() for mask in attention_mask]
     completions = [ids[split:][place] for ids, place in zip(input_ids, places, strict=True)]
-    packing, rows = pack_sequences(
-        prompts, completions, capacity=capacity, window=window, share_prompts=share_prompts
-    )
+    packing, rows = pack_sequences(prompts, completions, capacity=capacity, window=window, share_prompts=share_prompts)
     with packed_attention_of(config), autocast():
         logps, entropies = packed_logps(model, rows, temperature=temperature, entropy=entropy)
     stats.tokens += packing.tokens

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from icml26_shared.errors import require
 
 from dppo.draws import MaskGenerator, combine, occurrences
 from dppo.keys import hash_and_check, text_of
 from dppo.prompts import PromptBlock, PromptHistory, pull_block
+from icml26_shared.errors import require
 
 require("trl", "dppo[trl]")
 from trl.trainer.utils import RepeatSampler  # noqa: E402 after the check that names the extra
@@ -206,7 +206,8 @@ class PruningSampler(RepeatSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool) -> None:
-        """Args: replay: whether the next iteration is the interrupted one, from its start (the loader skips what is done)."""
+        """Args: replay: whether the next iteration is the interrupted one, from its start (the loader skips what is
+        done)."""
         self.passes, self.offset = state["passes"], state["offset"]
         self._low = np.asarray(state["low"], dtype=bool)
         if len(self._low) not in (0, self.num_samples):

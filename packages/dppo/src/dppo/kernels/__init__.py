@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from icml26_shared.kernels import KernelSpec
-
 from dppo.kernels.layout import PackedLayout
 from dppo.kernels.packed_attention import aot_specs as attention_specs
 from dppo.kernels.packed_attention import packed_attention
 from dppo.kernels.policy_loss import aot_specs as loss_specs
 from dppo.kernels.policy_loss import packed_policy_loss
+from icml26_shared.kernels import KernelSpec
 
 __all__ = ["AOT_SPECS", "PackedLayout", "packed_attention", "packed_policy_loss"]
 
 
-def AOT_SPECS() -> list[KernelSpec]:  # noqa: N802 the name icml26_shared.aot looks for
+def AOT_SPECS() -> list[KernelSpec]:
     """All kernels in their default configurations."""
     return [*attention_specs(), *loss_specs()]

@@ -21,8 +21,8 @@ class PackedLayout:
 
     Args:
         cu_seqlens: (S+1,) boundaries 0, l_0, l_0+l_1, ..., T; segments may be empty.
-        prefix_start, prefix_length: (S,) the stretch every token of the segment sees besides; length 0 for none. It must
-            end at or before the segment's start. Default: no prefixes.
+        prefix_start, prefix_length: (S,) the stretch every token of the segment sees besides; length 0 for none. It
+            must end at or before the segment's start. Default: no prefixes.
 
     Raises:
         ValueError: boundaries that decrease or do not start at 0, prefixes outside [0, segment start].
@@ -80,7 +80,8 @@ class PackedLayout:
     def segments(self) -> list[tuple[int, int, int, int]]:
         """(start, length, prefix start, prefix length) of each segment."""
         start, length = self.cu_seqlens[:-1], self.cu_seqlens.diff()
-        assert self.prefix_start is not None and self.prefix_length is not None  # set in __post_init__
+        assert self.prefix_start is not None  # set in __post_init__
+        assert self.prefix_length is not None
         return list(
             zip(start.tolist(), length.tolist(), self.prefix_start.tolist(), self.prefix_length.tolist(), strict=True)
         )
@@ -89,7 +90,8 @@ class PackedLayout:
         """For each token: start of its segment, start of its prefix, end of its prefix."""
         key = ("tokens", str(device))
         if key not in self._cache:
-            assert self.prefix_start is not None and self.prefix_length is not None
+            assert self.prefix_start is not None
+            assert self.prefix_length is not None
             rows = torch.stack([self.cu_seqlens[:-1], self.prefix_start, self.prefix_start + self.prefix_length])
             spread = rows.repeat_interleave(self.cu_seqlens.diff(), 1)
             self._cache[key] = spread.to(device=device, dtype=torch.int32).contiguous()

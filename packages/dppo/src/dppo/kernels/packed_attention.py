@@ -2,8 +2,8 @@
 
     o_i = Σ_j softmax_j(s · q_i·k_j) v_j   over the keys j that query i may see (`PackedLayout`)
 
-Work is Σ over segments of length·(prefix + length/2), not T²: the Triton kernels walk a list of the blocks that meet the
-mask, the CPU path runs segments of equal shape as one batch of PyTorch's fused attention.
+Work is Σ over segments of length·(prefix + length/2), not T²: the Triton kernels walk a list of the blocks that meet
+the mask, the CPU path runs segments of equal shape as one batch of PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from icml26_shared.kernels import KernelSpec, Path, choose_path, interpreting, jit, triton_language
 from jaxtyping import Float
 from torch import Tensor
 
 from dppo.kernels.layout import PackedLayout
+from icml26_shared.kernels import KernelSpec, Path, choose_path, interpreting, jit, triton_language
 
 tl: Any = triton_language()
 
@@ -132,7 +132,8 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) ->
 
 @jit
 def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a·b with fp32 accumulation. UPCAST: Triton's interpreter multiplies the bit patterns of bf16 tiles as integers."""
+    """a·b with fp32 accumulation. UPCAST: Triton's interpreter multiplies the bit patterns of bf16 tiles as
+    integers."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)

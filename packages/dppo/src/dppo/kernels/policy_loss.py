@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from icml26_shared.kernels import KernelSpec, Path, choose_path, jit, triton_language
 from jaxtyping import Float, Int64
 from torch import Tensor
+
+from icml26_shared.kernels import KernelSpec, Path, choose_path, jit, triton_language
 
 tl: Any = triton_language()
 
