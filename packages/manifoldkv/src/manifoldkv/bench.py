@@ -73,11 +73,11 @@ def _score_select_gather(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return gather_kv(keys, values, kept, check=False)
 
 
-def metric_cost(seed: int) -> float:
-    """Time of the L2 scores over that of the cosine scores, float32 keys ``[1, 8, 16384, 128]``, medians in turns."""
+def metric_cost(seed: int, tokens: int = 16384) -> float:
+    """Time of the L2 scores over that of the cosine scores, float32 keys ``[1, 8, tokens, 128]``, medians in turns."""
     from manifoldkv.scoring import score_keys
 
-    keys = _keys(16384, 128, "float32", seed)
+    keys = _keys(tokens, 128, "float32", seed)
     l2, cosine = (KVConfig(metric=metric, compression_ratio=0.5, **_PLAIN) for metric in ("l2", "cosine"))
     return 1 / compare(lambda: score_keys(keys, l2), lambda: score_keys(keys, cosine)).ratio
 
@@ -244,5 +244,9 @@ def _in(python: str, module: str, own: list[str]) -> Measured:
     """Measure in another environment: the module prints one ``Measured`` as JSON on its last line."""
     done = subprocess.run([python, "-m", module, *own], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UserError(f"{python} -m {module} failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
-    return Measured.from_json(json.loads(done.stdout.strip().splitlines()[-1]))
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise UserError(f"{python} -m {module} failed: {said[-1]}")
+    try:
+        return Measured.from_json(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{python} -m {module} printed no measurement") from error

@@ -1,0 +1,308 @@
+"""Claims: verdicts follow from the figures, the quick ones run for real, what cannot run here says what it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+from icml26_shared import claims as shared
+from icml26_shared.checkpoint import JsonlStore
+from icml26_shared.console import Context
+from manifoldkv import claims
+from manifoldkv.claims import CLAIMS, MULTI, PROMPTS, SAMPLES, SINGLE
+from manifoldkv.cli import app
+
+SETTINGS = ["dense", *(f"{name}@{ratio}" for ratio in (0.2, 0.5) for name in ("auto", "l2", "cosine", "calibrated"))]
+
+
+def judge(identity, out):
+    """The verdict on one claim."""
+    (verdict,) = shared.run(CLAIMS, Context("manifoldkv", quiet=True, out=out), only=[identity]).verdicts
+    return verdict
+
+
+def rows_of(**shares):
+    """Answers of every sample: the share right of each ``setting`` or of ``setting_one`` / ``setting_three`` keys."""
+    rows = []
+    for task in (*SINGLE, *MULTI):
+        kind = "three" if task in MULTI else "one"
+        for length in PROMPTS:
+            for setting in SETTINGS:
+                name = setting.replace("@0.", "")
+                right = round(SAMPLES * shares.get(f"{name}_{kind}", shares.get(name, 0.5)))
+                rows += [
+                    {"task": f"{task}@{length}", "index": i, "config": setting, "score": float(i < right)}
+                    for i in range(SAMPLES)
+                ]
+    return rows
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """``answers(**shares)``: the model's answers are these."""
+
+    def give(**shares):
+        rows = rows_of(**shares)
+        chosen = lambda ctx, tasks, *_: [row for row in rows if row["task"].partition("@")[0] in tasks]  # noqa: E731
+        monkeypatch.setattr(claims, "_answers", chosen)
+        diagnosis = {"metric": "cosine", "reason": "made for this test"}
+        monkeypatch.setattr(claims, "_diagnosis", lambda ctx: {"diagnosis": diagnosis})
+
+    return give
+
+
+class TestList:
+    def test_every_row_of_the_table(self, capsys, tmp_path):
+        assert app.run(["claims", "--list", "--json", "--out", str(tmp_path)]) == 0
+        listed = json.loads(capsys.readouterr().out)
+        assert [row["id"] for row in listed] == [claim.id for claim in CLAIMS]
+        assert {"guideline", "light-compression", "multi-key", "collisions", "mirrored", "dilution", "cost", "ruler-64k",
+                "ruler-16k", "longbench", "helmet-infinitebench"} <= {row["id"] for row in listed}  # fmt: skip
+        assert not list(tmp_path.iterdir())  # nothing was measured
+
+    def test_rules_as_they_were_set(self):
+        rules = {claim.id: claim.rule_text for claim in CLAIMS}
+        assert rules["light-compression"] == (
+            "auto, one key ≥ 0.95 × full, one key; auto, three keys ≥ 0.85 × full, three keys; auto ≥ cosine − 0.03"
+        )
+        assert rules["multi-key"] == "l2 − cosine ≥ 0.05"
+        assert rules["collisions"] == "l2 ≥ 0.95; cosine ≤ 0.3; knorm ≤ 0.05"
+        assert rules["mirrored"] == "cosine ≥ 0.95; l2 ≤ 0.1"
+        assert rules["dilution"] == "windowed ≥ 0.95; global ≤ windowed − 0.15; cosine < global"
+        assert rules["cost"] == "time of L2 / time of cosine ≤ 1.1"
+        assert rules["guideline"] == "models within 0.03 of the best ≥ 1"
+
+    def test_an_unknown_claim(self, capsys, tmp_path):
+        assert app.run(["claims", "--only", "ruler", "--out", str(tmp_path)]) == 2
+        assert "unknown claim 'ruler'; choose from guideline" in capsys.readouterr().err
+
+
+class TestQuickOnes:
+    def test_collisions_and_mirrored_run_for_real_and_are_remembered(self, capsys, tmp_path, monkeypatch):
+        command = ["claims", "--only", "collisions", "--only", "mirrored", "--json", "--quiet", "--out", str(tmp_path)]
+        assert app.run(command) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["summary"]["error"] == 0
+        first = {claim["id"]: claim for claim in found["claims"]}
+        assert list(first) == ["collisions", "mirrored"]
+        for claim in first.values():
+            assert claim["seeds"] == list(range(10))
+            assert {"l2", "cosine", "knorm", "calibrated"} == set(claim["measurements"])
+            for measurement in claim["measurements"].values():
+                assert len(measurement["values"]) == 10
+                assert measurement["interval"][0] <= measurement["mean"] <= measurement["interval"][1]
+            assert claim["holds"] == all(rule["holds"] for rule in claim["rules"])
+        own = {name: first["collisions"]["measurements"][name]["mean"] for name in ("l2", "cosine", "knorm")}
+        assert first["collisions"]["holds"] == (own["l2"] >= 0.95 and own["cosine"] <= 0.3 and own["knorm"] <= 0.05)
+        # again: the same figures, and nothing is measured
+        monkeypatch.setattr("manifoldkv.synthetic.collision", lambda seed: pytest.fail("measured again"))
+        assert app.run(command) == 0
+        again = json.loads(capsys.readouterr().out)["claims"]
+        for before, after in zip(first.values(), again, strict=True):
+            assert after["measurements"] == before["measurements"]
+            assert after["seconds"] is None
+
+    def test_an_interrupted_claim_goes_on_with_the_next_seed(self, tmp_path, monkeypatch):
+        from manifoldkv import synthetic
+
+        make, seeds = synthetic.collision, []
+
+        def broken(seed):
+            seeds.append(seed)
+            if seed == 4 and seeds.count(4) == 1:
+                raise KeyboardInterrupt
+            return make(seed)
+
+        monkeypatch.setattr(synthetic, "collision", broken)
+        with pytest.raises(KeyboardInterrupt):
+            judge("collisions", tmp_path)
+        verdict = judge("collisions", tmp_path)
+        assert verdict.kind in ("holds", "fails")
+        assert seeds == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9]
+
+    def test_other_keys_fail_the_claim(self, tmp_path, monkeypatch):
+        """On the opposite geometry the same check says that it fails."""
+        from manifoldkv import synthetic
+
+        monkeypatch.setattr(synthetic, "collision", synthetic.mirrored)
+        verdict = judge("collisions", tmp_path)
+        assert verdict.verdict == "fails"
+        assert verdict.result.measurements["l2"].mean <= 0.1
+
+    def test_dilution_on_short_regimes(self, tmp_path, monkeypatch):
+        """Windows of 4096 see four regimes of 1024 keys at once, so they can't restore: the rule notices."""
+        from functools import partial
+
+        from icml26_shared.claims import Measurement
+        from manifoldkv import synthetic
+
+        monkeypatch.setattr(synthetic, "regimes", partial(synthetic.regimes, count=8, length=1024))
+        monkeypatch.setattr(claims, "_long_prompts", lambda ctx: {"SmolLM2": Measurement(0.5)})
+        verdict = judge("dilution", tmp_path)
+        assert verdict.verdict == "fails"
+        assert set(verdict.result.measurements) == {"windowed", "global", "cosine", "SmolLM2"}
+        assert len(verdict.result.measurements["windowed"].values) == 5
+
+    @pytest.mark.parametrize(("ratios", "expected"), [([1.0, 1.05, 1.2], "holds"), ([1.0, 1.2, 1.2], "fails")])
+    def test_cost(self, ratios, expected, tmp_path, monkeypatch):
+        monkeypatch.setattr("manifoldkv.bench.metric_cost", lambda seed: ratios[seed])
+        verdict = judge("cost", tmp_path)
+        assert verdict.verdict == expected
+        assert list(verdict.result.measurements["time of L2 / time of cosine"].values) == ratios
+
+
+class TestAccuracyVerdicts:
+    """From answers made by hand."""
+
+    GOOD = {"dense": 1.0, "auto2": 0.95, "auto2_three": 0.85, "cosine2": 0.95, "cosine2_three": 0.85}
+
+    def test_light_compression_holds(self, answers, tmp_path):
+        answers(**self.GOOD)
+        verdict = judge("light-compression", tmp_path)
+        assert verdict.verdict == "holds"
+        measured = verdict.result.measurements
+        assert measured["auto, one key"].mean == pytest.approx(0.95)
+        assert measured["auto, three keys"].mean == pytest.approx(0.85)
+        assert measured["auto"].mean == pytest.approx((2 * 0.95 + 0.85) / 3)
+        assert len(measured["auto, one key"].values) == 2 * 2 * SAMPLES
+        cells = verdict.result.details["cells"]
+        assert cells["niah_3key@1024"]["auto@0.2"] == pytest.approx(0.85)
+
+    @pytest.mark.parametrize("changed", [{"auto2": 0.925}, {"auto2_three": 0.825}, {"cosine2": 1.0}])
+    def test_light_compression_fails(self, changed, answers, tmp_path):
+        answers(**(self.GOOD | changed))
+        assert judge("light-compression", tmp_path).verdict == "fails"
+
+    @pytest.mark.parametrize(
+        ("l2", "cosine", "expected"), [(0.6, 0.55, "holds"), (0.575, 0.55, "fails"), (0, 0.7, "fails")]
+    )
+    def test_multi_key(self, l2, cosine, expected, answers, tmp_path):
+        answers(l25=l2, cosine5=cosine, dense=0.9)
+        verdict = judge("multi-key", tmp_path)
+        assert verdict.verdict == expected
+        difference = verdict.result.measurements["l2 − cosine"]
+        assert difference.mean == pytest.approx(l2 - cosine)
+        assert len(difference.values) == 2 * SAMPLES
+        assert verdict.result.details["diagnosis"]["reason"] == "made for this test"
+
+    @pytest.mark.parametrize(
+        ("chosen", "l2", "cosine", "expected"),
+        [
+            ("cosine", 0.5, 0.7, "holds"),
+            ("l2", 0.5, 0.7, "fails"),
+            ("l2", 0.68, 0.7, "holds"),
+            ("l2", 0.9, 0.1, "holds"),
+        ],
+    )
+    def test_guideline(self, chosen, l2, cosine, expected, answers, tmp_path, monkeypatch):
+        answers(l25=0.2, cosine5=0.6)
+        good = {"chosen": "l2", "l2": 1.0, "cosine": 0.2}
+        monkeypatch.setattr(claims, "_geometry_cases", lambda ctx: {"made keys": good})
+        case = {"chosen": chosen, "l2": l2, "cosine": cosine}
+        monkeypatch.setattr(claims, "_recall_cases", lambda ctx: {"trained": case})
+        verdict = judge("guideline", tmp_path)
+        assert verdict.verdict == expected
+        measured = verdict.result.measurements
+        assert measured["loss on SmolLM2"].mean == pytest.approx(0.0)
+        assert measured["loss on trained"].mean == pytest.approx(max(l2, cosine) - case[chosen])
+        assert measured["models within 0.03 of the best"].mean == pytest.approx(1 if expected == "holds" else 2 / 3)
+        assert verdict.result.details["trained"] == case
+
+    def test_a_check_that_crashes_is_no_verdict(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(claims, "_answers", lambda *_: 1 / 0)
+        verdict = judge("multi-key", tmp_path)
+        assert verdict.kind == "error"
+        assert "ZeroDivisionError" in verdict.verdict
+
+
+class TestNeeds:
+    def test_rows_for_other_hardware_print_their_commands(self, capsys, tmp_path):
+        names = [claim.id for claim in CLAIMS if isinstance(claim.needs, str)]
+        only = [argument for name in names for argument in ("--only", name)]
+        assert app.run(["claims", *only, "--out", str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        for claim in CLAIMS:
+            if claim.id in names:
+                assert f"{claim.id}: where that is at hand, run: {claim.command}" in shown
+        assert f"{len(names)} need more" in shown
+
+    def test_the_commands_are_commands_of_this_program(self, capsys):
+        """Every option they use is one that the command has."""
+        for claim in CLAIMS:
+            for command in (claim.command or "").split("; "):
+                words = command.split()
+                if not words or words[0] != "manifoldkv":
+                    continue
+                name = re.match(r"manifoldkv ((?:[a-z-]+ ?)+)", command)[1].split()
+                name = name[:2] if name[0] == "ruler" else name[:1]
+                assert app.run([*name, "--help"]) == 0
+                shown = capsys.readouterr().out
+                for word in words:
+                    if word.startswith("-"):
+                        assert re.search(rf"(?<![\w-]){word}(?![\w-])", shown), (claim.id, word)
+
+    def test_without_the_essays_nothing_is_computed_in_vain(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("ICML26_DATA", raising=False)
+        monkeypatch.setattr("icml26_shared.models.load", lambda *_, **__: pytest.fail("a model was loaded"))
+        verdict = judge("light-compression", tmp_path)
+        assert verdict.verdict.startswith("needs: the essay haystack (manifoldkv/emerson_essays.txt is needed")
+        assert "ICML26_DATA" in verdict.verdict
+
+    def test_answers_on_disk_need_no_essays_and_no_model(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("ICML26_DATA", raising=False)
+        monkeypatch.setattr("icml26_shared.models.load", lambda *_, **__: pytest.fail("a model was loaded"))
+        context = Context("manifoldkv", quiet=True, out=tmp_path)
+        claim = next(claim for claim in CLAIMS if claim.id == "light-compression")
+        with JsonlStore(tmp_path / "kept.jsonl", key=("claim", "key")) as kept:
+            ctx = shared.ClaimContext(context, kept, claim)
+            rows = rows_of(dense=1.0)
+            with claims._store(ctx, "claims-answers.jsonl", new_tokens=claims._NEW_TOKENS) as store:
+                monkeypatch.setattr("os.fsync", lambda descriptor: None)  # thousands of rows
+                for row in rows:
+                    store.append(row)
+            found = claims._answers(ctx, [*SINGLE, *MULTI])
+        order = lambda row: (row["task"], row["index"], row["config"])  # noqa: E731
+        assert sorted(found, key=order) == sorted(rows, key=order)
+
+    def test_answers_of_other_sources_are_made_again(self, tmp_path, monkeypatch):
+        context = Context("manifoldkv", quiet=True, out=tmp_path)
+        with JsonlStore(tmp_path / "kept.jsonl", key=("claim", "key")) as kept:
+            ctx = shared.ClaimContext(context, kept, CLAIMS[0])
+            with claims._store(ctx, "answers.jsonl") as store:
+                store.append({"task": "t", "index": 0, "config": "c"})
+            with claims._store(ctx, "answers.jsonl") as store:
+                assert len(store) == 1
+            monkeypatch.setattr(claims, "source_digest", lambda name: "another")
+            with claims._store(ctx, "answers.jsonl") as store:
+                assert len(store) == 0
+
+
+class TestRecallModel:
+    """The small model that is trained for the guideline."""
+
+    def test_interrupted_training_ends_with_the_same_weights(self, tmp_path, monkeypatch):
+        import torch
+
+        from manifoldkv import claims_recall as recall
+
+        monkeypatch.setattr(recall, "_SAVE_EVERY", 2)
+        whole = recall.train(True, 0, 5, tmp_path / "whole.safetensors")
+
+        def stop(count, seen=[]):  # noqa: B006
+            seen.append(count)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            recall.train(True, 0, 5, tmp_path / "broken.safetensors", advance=stop)
+        advanced = []
+        again = recall.train(True, 0, 5, tmp_path / "broken.safetensors", advance=advanced.append)
+        assert sum(advanced) == 5
+        assert advanced[0] == 2
+        for name, weight in whole.state_dict().items():
+            assert torch.equal(weight, again.state_dict()[name]), name
