@@ -8,7 +8,7 @@ import pytest
 
 from dppo import __version__
 from dppo.cli import app
-from dppo.train_command import find_checkpoint, find_verifier, read_config, read_data
+from dppo.cli_train import find_checkpoint, find_verifier, read_config, read_data
 
 
 def run_json(capsys, *argv):

@@ -106,7 +106,7 @@ def test_recipe_of_unknown_method():
 
 
 def test_variance_ratio_of_rate_zero_is_one():
-    from dppo.variance import gradient_variance
+    from dppo.claims_variance import gradient_variance
 
     found = gradient_variance((0.0, 0.5), 0, batches=20, warm_up=30)
     assert found["0"]["variance_ratio"] == pytest.approx(1, abs=1e-9)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dppo import workloads
+from dppo import bench_workloads as workloads
 from dppo.config import PruningConfig
 from dppo.kernels import packed_policy_loss
 from dppo.kernels.policy_loss import Clip

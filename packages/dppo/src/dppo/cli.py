@@ -44,14 +44,14 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 app.command(
-    "audit", "dppo.audit_command:run", help="what pruning would save on a rollout log, and what it would bias",
+    "audit", "dppo.cli_audit:run", help="what pruning would save on a rollout log, and what it would bias",
     arguments=_audit_arguments,
 )  # fmt: skip
 app.command(
-    "pack", "dppo.pack_command:run", help="compare packers on a list of sequence lengths", arguments=_pack_arguments
+    "pack", "dppo.cli_pack:run", help="compare packers on a list of sequence lengths", arguments=_pack_arguments
 )
 app.command(
-    "train", "dppo.train_command:run", help="train a model with TRL and dynamic pruning", arguments=_train_arguments
+    "train", "dppo.cli_train:run", help="train a model with TRL and dynamic pruning", arguments=_train_arguments
 )
 
 

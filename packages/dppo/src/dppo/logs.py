@@ -65,7 +65,7 @@ def read_lengths(path: str | Path) -> np.ndarray:
     """
     result = []
     for number, line in _lines(Path(path)):
-        value = line
+        value: Any = line
         if line.startswith("{"):
             value = _parse(path, number, line).get("length")
         try:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from dppo.audit import LossFunction
 
 from dppo.losses import Surrogate
 
@@ -35,17 +40,17 @@ class ToyBatch:
             self.old = self.logps([p + 0.4 * normal(*p.shape) for p in self.params])
             self.ref = self.logps([p + 0.4 * normal(*p.shape) for p in self.params])
 
-    def logps(self, params: list[Tensor]) -> Tensor:
+    def logps(self, params: Sequence[Tensor]) -> Tensor:
         logits = (torch.tanh(self.prompts @ params[0].T) @ params[1].T).reshape(-1, 2, VOCABULARY)
         return logits.log_softmax(-1).gather(2, self.tokens[..., None]).squeeze(2)
 
     def batch(self, **more: object) -> dict:
         return {"advantages": self.advantages, "groups": self.groups, "lengths": self.lengths, **more}
 
-    def loss_fn(self, surrogate: Surrogate, *, normalizer: str = "full"):
+    def loss_fn(self, surrogate: Surrogate, *, normalizer: str = "full") -> LossFunction:
         """A loss for the auditor; normalizer "kept" is the classic mistake."""
 
-        def loss(params, batch, weight):
+        def loss(params: Sequence[Tensor], batch: Mapping[str, Any], weight: Tensor) -> Tensor:
             kept = weight > 0
             z = surrogate.normalizer(self.mask if normalizer == "full" else self.mask[kept])
             return surrogate.loss(

@@ -65,9 +65,10 @@ def packed_attention_forward(
         if position_ids is None:
             raise ValueError("packed attention needs position_ids that restart at each sequence, or packed_layout")
         packed_layout = _layout_of(position_ids)
-    states = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = packed_attention(*states, packed_layout, scale=scaling)
-    return out[None], None  # type: ignore[index]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = packed_attention(q, k, v, packed_layout, scale=scaling)
+    assert isinstance(out, Tensor)  # no lse was asked for
+    return out[None], None
 
 
 _last_layout: list[tuple[Tensor, PackedLayout]] = []
@@ -94,7 +95,7 @@ class UnsupportedModelError(ValueError):
     """The model cannot run packed rows."""
 
 
-def check_packable(model: nn.Module) -> None:
+def check_packable(model: Any) -> None:
     """Refuses models whose layers carry state over a position reset, or look at other keys than full causal attention.
 
     Raises:
@@ -124,7 +125,7 @@ def check_packable(model: nn.Module) -> None:
 
 
 @contextmanager
-def attention_of(model: nn.Module, name: str) -> Iterator[None]:
+def attention_of(model: Any, name: str) -> Iterator[None]:
     """Switches a model to the attention implementation `name`, and back."""
     config = model.config.get_text_config()
     before = config._attn_implementation
@@ -136,7 +137,7 @@ def attention_of(model: nn.Module, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def packed_attention_of(model: nn.Module) -> Iterator[None]:
+def packed_attention_of(model: Any) -> Iterator[None]:
     """Switches a model to packed attention, and back. With gradient checkpointing the backward pass runs the layers
     again, so it must happen inside too.
 

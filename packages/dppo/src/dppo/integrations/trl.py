@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from icml26_shared.errors import require
 
 require("trl", "dppo[trl]")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402 after the check that names the extra
+
+# For type checkers the mixin has everything of the trainer it stands in front of.
+_Host: Any = GRPOTrainer if TYPE_CHECKING else object
 
 STATE_FILE = "dynamic_pruning.safetensors"
 
@@ -103,7 +106,7 @@ def _literal(value: str) -> Any:
     return value
 
 
-class DynamicPruningMixin:
+class DynamicPruningMixin(_Host):
     """Puts pruning in front of any subclass of TRL's GRPOTrainer; its `args` must be a DynamicPruningConfig or have
     the same fields."""
 
@@ -124,6 +127,7 @@ class DynamicPruningMixin:
         self.generation_count = 0
         self.pruning_sampler: PruningSampler | None = None
         self._row_weight: Tensor | None = None
+        self._was_deferred: set[str] | None = None
         self._deferred: set[str] | None = None
         self._pack_stats = PackStats()
 
@@ -470,7 +474,7 @@ def _check_loss(trainer: Any, args: Any) -> None:
             )
 
 
-class DynamicPruningTrainer(DynamicPruningMixin, GRPOTrainer):
+class DynamicPruningTrainer(DynamicPruningMixin, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with dynamic pruning; the same constructor, `args` a DynamicPruningConfig."""
 
 

@@ -67,7 +67,7 @@ def gradient_variance(
     }
 
 
-def _gradient(parameters: list[Tensor], logits: Tensor, answers: Tensor, signal: Tensor) -> Tensor:
+def _gradient(parameters: Sequence[Tensor], logits: Tensor, answers: Tensor, signal: Tensor) -> Tensor:
     """Of −(1/Z) Σ w A log π, through its gradient in the logits: −(1/Z)(Σ_i w_i A_i 1[a_i] − π Σ_i w_i A_i)."""
     signal = signal.reshape(answers.shape)
     slope = torch.zeros_like(logits).scatter_add_(1, answers, signal)

@@ -129,8 +129,9 @@ def dense_attention_step(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) 
     mask, repeat = layout.dense_mask(), q.shape[1] // k.shape[1]
 
     def step() -> None:
-        states = (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
-        out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in states), attn_mask=mask)
+        heads = (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
+        queries, keys, values = (x.transpose(0, 1)[None] for x in heads)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         torch.autograd.grad(out.sum(), (q, k, v))
 
     return step
