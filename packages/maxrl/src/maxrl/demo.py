@@ -70,11 +70,12 @@ def _conclusion(final: dict[str, dict[str, float]]) -> str:
     ours, theirs, exact = final["MaxRL N=64"], final[best], final["cross-entropy"]
     ratio = theirs["nll"] / ours["nll"]
     better = "lower" if ratio > 1 else "higher"
+    shares = {name: 100 * final[name]["pass@128"] for name in ("MaxRL N=64", best, "cross-entropy")}
     return (
-        f"With 64 sampled answers an image MaxRL reaches an NLL of {ours['nll']:.2f} and solves "
-        f"{100 * ours['pass@128']:.1f} % of the images within 128 attempts; "
-        f"{best} reaches {theirs['nll']:.2f} and {100 * theirs['pass@128']:.1f} % (MaxRL's NLL is {max(ratio, 1 / ratio):.1f} times {better}). Cross-entropy, which is shown the answers, has "
-        f"{exact['nll']:.2f} and {100 * exact['pass@128']:.1f} %."
+        f"With 64 sampled answers an image, MaxRL reaches an NLL of {ours['nll']:.2f} and solves "
+        f"{shares['MaxRL N=64']:.1f} % of the images within 128 attempts; {best} reaches {theirs['nll']:.2f} and "
+        f"{shares[best]:.1f} % (MaxRL's NLL is {max(ratio, 1 / ratio):.1f} times {better}). Cross-entropy, which is shown "
+        f"the answers, has {exact['nll']:.2f} and {shares['cross-entropy']:.1f} %."
     )
 
 
