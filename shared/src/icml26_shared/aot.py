@@ -205,7 +205,8 @@ def _print_table(package: str, reports: list[CompileReport]) -> None:
 
     table = Table(title=f"{package}: kernels compiled ahead of time")
     for heading in ("kernel", "target", "registers", "spills", "stack (bytes)", "shared (bytes)", "warps"):
-        table.add_column(heading, justify="left" if heading in {"kernel", "target"} else "right")
+        text = heading in {"kernel", "target"}
+        table.add_column(heading, justify="left" if text else "right", no_wrap=text)
     for report in reports:
         if report.error:
             table.add_row(report.name, report.target, f"failed: {report.error.splitlines()[0]}")
