@@ -29,8 +29,8 @@ def test_mazes_are_trees_with_the_papers_ends():
 
 
 def test_maze_verifier_rules():
-    grid = "GRID_START WALL WALL WALL WALL NEWLINE WALL START PATH WALL NEWLINE WALL WALL GOAL WALL NEWLINE WALL WALL WALL WALL"
-    text = f"<bos> {grid} NEWLINE GRID_END PATH_START"
+    rows = ("WALL WALL WALL WALL", "WALL START PATH WALL", "WALL WALL GOAL WALL", "WALL WALL WALL WALL")
+    text = f"<bos> GRID_START {' NEWLINE '.join(rows)} NEWLINE GRID_END PATH_START"
     assert maze.judge("RIGHT DOWN DONE", text)
     assert maze.judge("RIGHT DOWN DONE <eos>", text)
     assert maze.judge("RIGHT DOWN UP UP UP DONE", text)  # what follows the goal does not matter

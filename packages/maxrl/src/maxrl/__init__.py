@@ -29,7 +29,17 @@ _HOME = {
     "pass_at_k": "maxrl.coverage",
     "PassAtKCurve": "maxrl.coverage",
 }
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "MaxRLConfig",
+    "MaxRLTrainer",
+    "__version__",
+    "effective_order",
+    "fused_policy_loss",
+    "maxrl_advantages",
+    "pass_at_k",
+    "rollout_until_success",
+    "weight",
+]  # and PassAtKCurve, which goes with pass_at_k
 
 
 def __getattr__(name: str) -> object:
@@ -42,4 +52,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_HOME, "__version__"])

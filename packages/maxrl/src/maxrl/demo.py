@@ -74,8 +74,8 @@ def _conclusion(final: dict[str, dict[str, float]]) -> str:
     return (
         f"With 64 sampled answers an image, MaxRL reaches an NLL of {ours['nll']:.2f} and solves "
         f"{shares['MaxRL N=64']:.1f} % of the images within 128 attempts; {best} reaches {theirs['nll']:.2f} and "
-        f"{shares[best]:.1f} % (MaxRL's NLL is {max(ratio, 1 / ratio):.1f} times {better}). Cross-entropy, which is shown "
-        f"the answers, has {exact['nll']:.2f} and {shares['cross-entropy']:.1f} %."
+        f"{shares[best]:.1f} % (MaxRL's NLL is {max(ratio, 1 / ratio):.1f} times {better}). Cross-entropy, which is "
+        f"shown the answers, has {exact['nll']:.2f} and {shares['cross-entropy']:.1f} %."
     )
 
 
