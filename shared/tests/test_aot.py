@@ -89,7 +89,7 @@ def test_command_line(package, capsys):
     (report,) = json.loads(capsys.readouterr().out)
     assert (report["name"], report["target"]) == ("double", "sm_80")
     assert aot.main([package, "--target", "sm_80"]) == 0
-    assert "registers" in capsys.readouterr().out
+    assert "regs" in capsys.readouterr().out
     assert aot.main([package, "--target", "h100"]) == 2
     assert "unknown target 'h100'" in capsys.readouterr().err
     assert aot.main(["no_such_package_here"]) == 2

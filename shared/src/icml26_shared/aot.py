@@ -203,8 +203,9 @@ def _print_table(package: str, reports: list[CompileReport]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{package}: kernels compiled ahead of time")
-    for heading in ("kernel", "target", "registers", "spills", "stack (bytes)", "shared (bytes)", "warps"):
+    caption = "regs and spills: per thread; stack: bytes per thread; shared: bytes per program"
+    table = Table(title=f"{package}: kernels compiled ahead of time", caption=caption)
+    for heading in ("kernel", "target", "regs", "spills", "stack B", "shared B", "warps"):
         text = heading in {"kernel", "target"}
         table.add_column(heading, justify="left" if text else "right", no_wrap=text)
     for report in reports:
