@@ -14,8 +14,9 @@ pytest.importorskip("dppo")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "packages" / "dppo" / "tests"))
 
-# ruff: noqa: E402 what follows needs the packages and the path
+
 import dppo_trl as small
+
 from dppo.audit import DynamicPruning, enumerate_weights
 from dppo.integrations import trl as dppo_plugin
 from dppo.integrations.trl import DynamicPruningConfig, DynamicPruningMixin

@@ -264,6 +264,22 @@ def test_resumed_run_gives_the_same_masks_and_parameters(tmp_path):
         assert torch.equal(parameters(again), parameters(first))
 
 
+def test_resuming_between_two_updates_on_the_same_rollouts(tmp_path):
+    """Two updates a generation, a checkpoint after the first: the second uses the rollouts that were kept."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_iterations": 2}
+    whole, rest = [], []
+    first = masks_of(
+        small.trainer(DynamicPruningTrainer, small.config(DynamicPruningConfig, tmp_path, **options)), whole
+    )
+    first.train()
+    assert len(whole) == 3
+    args = small.config(DynamicPruningConfig, tmp_path / "again", **options)
+    again = masks_of(small.trainer(DynamicPruningTrainer, args), rest)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert rest == whole[2:]
+    assert torch.equal(parameters(again), parameters(first))
+
+
 def test_epochs_count_passes_and_end_early(tmp_path):
     args = small.config(DynamicPruningConfig, tmp_path, max_steps=-1, num_train_epochs=4)
     trainer = small.trainer(DynamicPruningTrainer, args)

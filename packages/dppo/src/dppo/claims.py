@@ -67,7 +67,11 @@ def check_unbiased(ctx: ClaimContext) -> dict[str, list[float]]:
                 for cfg in CONFIGS
             )
             found.setdefault(name, []).append(worst)
-        biased: dict[str, PruningConfig | Design] = {"deterministic": PruningConfig(mode="deterministic"), "cppo": Cppo(0.5), "greso": _greso()}
+        biased: dict[str, PruningConfig | Design] = {
+            "deterministic": PruningConfig(mode="deterministic"),
+            "cppo": Cppo(0.5),
+            "greso": _greso(),
+        }
         for name, design in biased.items():
             least = min(_relative_bias(seed, s, design, torch.float64, []) for s in surrogates)
             found.setdefault(name, []).append(least)

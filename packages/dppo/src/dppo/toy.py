@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dppo.audit import LossFunction
-
 from dppo.losses import Surrogate
 
 VOCABULARY, HIDDEN, FEATURES = 5, 6, 4

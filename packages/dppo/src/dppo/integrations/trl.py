@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from dppo.config import PruningConfig
 from dppo.draws import MaskGenerator, combine
 from dppo.integrations.transformers import attention_of, check_packable, packed_attention_of
 from dppo.integrations.trl_batches import PackStats, assign, micro_batch, packed_log_probabilities
+from dppo.integrations.trl_config import DynamicPruningConfig
 from dppo.integrations.trl_sampler import COLUMN, Draw, DrawnDataset, PruningSampler, dataset_keys
 from dppo.keys import prompt_key
 from dppo.losses import LOSS_TYPES, SEQUENCE_LOSSES, scale_gradient
@@ -37,73 +37,13 @@ from icml26_shared.checkpoint import load_state, save_state
 from icml26_shared.errors import require
 
 require("trl", "dppo[trl]")
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402 after the check that names the extra
+from trl import GRPOTrainer  # noqa: E402 after the check that names the extra
 
 # For type checkers the mixin has everything of the trainer it stands in front of.
 _Host: Any = GRPOTrainer if TYPE_CHECKING else object
 
 STATE_FILE = "dynamic_pruning.safetensors"
-
-
-@dataclass
-class DynamicPruningConfig(GRPOConfig):
-    """GRPOConfig with the options of pruning and packing.
-
-    Args:
-        prompt_rate, completion_rate, pruning_mode, anneal, resample_each_epoch, prune_score, min_keep_per_group,
-            prune_budget: as of `dppo.PruningConfig` (its mode, score and budget). `anneal` counts optimizer steps.
-            The prompt level always removes an exact number per block (design "fixed"): TRL's batches have a fixed size.
-        free_zeros: remove rows of advantage exactly 0. None (default): wherever pruning is on. Switched off, with a
-            warning, where a KL term gives such rows a gradient.
-        history_threshold: τ anew for each pass ("epoch") or each batch ("batch").
-        history_decay: ρ of the history's moving average, 0 for the last value.
-        prompt_id_column: column with a stable id of each prompt; None hashes the prompt.
-        pack: run old, reference and policy log-probabilities on packed rows instead of padded ones.
-        pack_capacity: tokens of a packed row; None packs each micro-batch into one row.
-        pack_window: look-ahead of the packer.
-        share_prompts: store a prompt once for all its completions in a row.
-
-    With both rates 0 (and free_zeros not set to True) training is TRL's own, bit for bit. With pruning on and
-    `max_steps` unset, `num_train_epochs` counts passes over the prompts, so skipping prompts shortens the run; give
-    `max_steps` if a learning rate schedule must reach its end.
-    """
-
-    prompt_rate: float = field(
-        default=0.5, metadata={"help": "Probability with which a prompt of low history is skipped."}
-    )
-    completion_rate: float = field(
-        default=0.5, metadata={"help": "Probability with which a low completion is skipped."}
-    )
-    pruning_mode: str = field(default="bernoulli", metadata={"help": "bernoulli, fixed, systematic or deterministic."})
-    free_zeros: bool | None = field(default=None, metadata={"help": "Remove rows of advantage 0 for nothing."})
-    anneal: float = field(default=1.0, metadata={"help": "Share of the steps that are pruned."})
-    history_threshold: str = field(default="epoch", metadata={"help": "epoch or batch."})
-    history_decay: float = field(default=0.0, metadata={"help": "Moving average of the history score."})
-    resample_each_epoch: bool = field(default=True, metadata={"help": "A new mask for each inner iteration."})
-    prune_score: str = field(default="abs_advantage", metadata={"help": "abs_advantage or abs_advantage_x_len."})
-    prune_budget: str = field(default="items", metadata={"help": "items or tokens, for systematic."})
-    min_keep_per_group: int = field(default=0, metadata={"help": "Completions kept of each group at least."})
-    prompt_id_column: str | None = field(default=None, metadata={"help": "Column with a stable prompt id."})
-    pack: bool = field(default=False, metadata={"help": "Packed instead of padded forward passes."})
-    pack_capacity: int | None = field(default=None, metadata={"help": "Tokens of a packed row."})
-    pack_window: int = field(default=64, metadata={"help": "Look-ahead of the packer."})
-    share_prompts: bool = field(default=True, metadata={"help": "Store a prompt once for its completions."})
-
-    def pruning(self) -> PruningConfig:
-        """The options as a PruningConfig (free_zeros resolved without looking at the loss)."""
-        on = self.prompt_rate > 0 or self.completion_rate > 0
-        return PruningConfig(
-            prompt_rate=self.prompt_rate, completion_rate=self.completion_rate, mode=_literal(self.pruning_mode),
-            free_zeros=on if self.free_zeros is None else self.free_zeros, anneal=self.anneal,
-            threshold=_literal(self.history_threshold), resample_each_epoch=self.resample_each_epoch,
-            score=_literal(self.prune_score), min_keep_per_group=self.min_keep_per_group,
-            budget=_literal(self.prune_budget),
-        )  # fmt: skip
-
-
-def _literal(value: str) -> Any:
-    """A string option; PruningConfig checks it."""
-    return value
+ROLLOUTS_FILE = "dynamic_pruning_rollouts_{}.safetensors"
 
 
 class DynamicPruningMixin(_Host):
@@ -220,7 +160,7 @@ class DynamicPruningMixin(_Host):
             raise ValueError("images are not supported with pruning: their tensors cannot be cut by row")
         shared = self._gather_batch(batch, draws)
         masks = self._masks(shared, len(rows))
-        batch["prompts_share"] = shared["prompts"] / shared["pulled"]
+        batch["prompts_share"] = torch.tensor(shared["prompts"] / shared["pulled"], device=self.accelerator.device)
         batch["num_items_in_batch"] = batch["num_items_in_batch"].new_tensor(shared["token_normalizer"])
         needed = torch.stack([mask.keep for mask in masks]).any(0)
         self._fill_log_probabilities(batch, needed)
@@ -428,11 +368,18 @@ class DynamicPruningMixin(_Host):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        if self.args.should_save and self._active:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if not self._active:
+            return
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
             sampler = None if self.pruning_sampler is None else self.pruning_sampler.state_dict()
-            state = {"history": self.history.state_dict(), "generations": self.generation_count, "sampler": sampler}
-            save_state(folder / STATE_FILE, state)
+            save_state(folder / STATE_FILE, {"history": self.history.state_dict(), "sampler": sampler})
+        # Each process keeps the rest of its rollouts, so that a checkpoint between generations resumes with them.
+        every = self.args.steps_per_generation * self.num_iterations
+        rest = self._buffered_inputs if self._step % every else None
+        mine = {"step": self._step, "generations": self.generation_count, "micro_batches": rest}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder / ROLLOUTS_FILE.format(self.accelerator.process_index), mine)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -448,12 +395,22 @@ class DynamicPruningMixin(_Host):
             return
         state = load_state(path)
         self.history.load_state_dict(state["history"])
-        self.generation_count = int(state["generations"])
         if self.pruning_sampler is not None and state["sampler"] is not None:
             self.history.check_dataset(self.pruning_sampler.keys)
             batches = self.pruning_sampler.blocks_per_iteration * self.pruning_sampler.repeat_count
             steps = max(1, -(-batches // self.args.gradient_accumulation_steps))
             self.pruning_sampler.load_state_dict(state["sampler"], replay=self.state.global_step % steps != 0)
+        self._load_rollouts(Path(checkpoint))
+
+    def _load_rollouts(self, checkpoint: Path) -> None:
+        """This process's part; with more processes than before, process 0's counters, without rollouts."""
+        path = checkpoint / ROLLOUTS_FILE.format(self.accelerator.process_index)
+        known = path.is_file()
+        mine = load_state(path if known else checkpoint / ROLLOUTS_FILE.format(0), device=self.accelerator.device)
+        self.generation_count = int(mine["generations"])
+        if known:
+            self._step = int(mine["step"])
+            self._buffered_inputs = mine["micro_batches"]
 
 
 def _check_loss(trainer: Any, args: Any) -> None:

@@ -48,7 +48,7 @@ def micro_batch(batch: dict[str, Any], chosen: list[int], weight: Tensor, rows: 
             len(chosen) and 1.
 
     Returns:
-        TRL's keys, and "row_weight" (rows,), "full_rows" (B).
+        TRL's keys, and "row_weight" (rows,), "full_rows" (B, a scalar tensor).
     """
     size, device = len(weight), weight.device
     fill = rows - len(chosen)
@@ -62,7 +62,7 @@ def micro_batch(batch: dict[str, Any], chosen: list[int], weight: Tensor, rows: 
     result["prompt_mask"] = result["prompt_mask"].masked_fill(~real[:, None], 0)
     result["prompt_mask"][~real, -1] = 1
     result["row_weight"] = torch.where(real, weight[index], 0.0).float()
-    result["full_rows"] = size
+    result["full_rows"] = torch.tensor(float(size), device=device)
     return _trimmed(result)
 
 
