@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -387,7 +388,7 @@ def test_interruption_leaves_a_state_that_the_same_command_resumes(program, tmp_
 
 
 def test_a_closed_stdout_is_quiet(program):
-    script = f"{sys.executable} '{program}' lines | head -n 1; echo ${{PIPESTATUS[0]}}"
+    script = f"{shlex.quote(sys.executable)} '{program}' lines | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "line 0\n141\n"
     assert done.stderr == ""
@@ -395,7 +396,7 @@ def test_a_closed_stdout_is_quiet(program):
 
 def test_no_stdout_at_all_is_no_fault(program):
     for arguments in ("noisy", "noisy --json", "colors"):
-        script = f"exec {sys.executable} '{program}' {arguments} >&-"
+        script = f"exec {shlex.quote(sys.executable)} '{program}' {arguments} >&-"
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
