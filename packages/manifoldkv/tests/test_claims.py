@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 from icml26_shared import claims as shared
 from icml26_shared.checkpoint import JsonlStore
 from icml26_shared.console import Context
-from manifoldkv import claims
+from manifoldkv import claims, claims_vllm
 from manifoldkv.claims import CLAIMS, MULTI, PROMPTS, SAMPLES, SINGLE
 from manifoldkv.cli import app
 
@@ -61,8 +61,10 @@ class TestList:
         assert app.run(["claims", "--list", "--json", "--out", str(tmp_path)]) == 0
         listed = json.loads(capsys.readouterr().out)
         assert [row["id"] for row in listed] == [claim.id for claim in CLAIMS]
-        assert {"guideline", "light-compression", "multi-key", "collisions", "mirrored", "dilution", "cost", "ruler-64k",
-                "ruler-16k", "longbench", "helmet-infinitebench"} <= {row["id"] for row in listed}  # fmt: skip
+        assert {row["id"] for row in listed} >= {
+            *("guideline", "light-compression", "multi-key", "collisions", "mirrored", "dilution", "cost"),
+            *("vllm-blocks", "ruler-64k", "ruler-16k", "longbench", "helmet-infinitebench"),
+        }
         assert not list(tmp_path.iterdir())  # nothing was measured
 
     def test_rules_as_they_were_set(self):
@@ -156,13 +158,14 @@ class TestQuickOnes:
         assert list(verdict.result.measurements["time of L2 / time of cosine"].values) == ratios
 
 
+GOOD = {"dense": 1.0, "auto2": 0.95, "auto2_three": 0.85, "cosine2": 0.95, "cosine2_three": 0.85}
+
+
 class TestAccuracyVerdicts:
     """From answers made by hand."""
 
-    GOOD = {"dense": 1.0, "auto2": 0.95, "auto2_three": 0.85, "cosine2": 0.95, "cosine2_three": 0.85}
-
     def test_light_compression_holds(self, answers, tmp_path):
-        answers(**self.GOOD)
+        answers(**GOOD)
         verdict = judge("light-compression", tmp_path)
         assert verdict.verdict == "holds"
         measured = verdict.result.measurements
@@ -175,7 +178,7 @@ class TestAccuracyVerdicts:
 
     @pytest.mark.parametrize("changed", [{"auto2": 0.925}, {"auto2_three": 0.825}, {"cosine2": 1.0}])
     def test_light_compression_fails(self, changed, answers, tmp_path):
-        answers(**(self.GOOD | changed))
+        answers(**GOOD | changed)
         assert judge("light-compression", tmp_path).verdict == "fails"
 
     @pytest.mark.parametrize(
@@ -218,6 +221,38 @@ class TestAccuracyVerdicts:
         verdict = judge("multi-key", tmp_path)
         assert verdict.kind == "error"
         assert "ZeroDivisionError" in verdict.verdict
+
+
+class TestBlocksOfVllm:
+    """From engine runs made by hand."""
+
+    @staticmethod
+    def result(ids, free, pool=10, **more):
+        from manifoldkv.integrations.vllm.engine_job import JobResult
+
+        return JobResult(pool=pool, free=free, seconds=1.0, ids=ids, preemptions=0, peak_blocks=4, bound=4,
+                         tokens=(150, 20), **more)  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("together", "alone", "long", "expected"),
+        [
+            (([[1], [2]], [4, 10]), [[1], [2]], [2, 5, 3, 10], "holds"),
+            (([[1], [2]], [4, 9]), [[1], [2]], [2, 5, 3, 10], "fails"),  # a block is missing at the end
+            (([[1], [3]], [4, 10]), [[1], [2]], [2, 5, 3, 10], "fails"),  # an answer differs
+            (([[1], [2]], [4, 10]), [[1], [2]], [5, 4, 3, 10], "fails"),  # free blocks never rose during the request
+        ],
+    )
+    def test_verdicts(self, together, alone, long, expected, tmp_path, monkeypatch):
+        runs = [self.result(*together), self.result(alone, [10]), self.result([[1]], long)]
+        monkeypatch.setattr(claims_vllm, "engine_runs", lambda ctx: runs)
+        monkeypatch.setattr(claims_vllm, "PYTHON", __file__)
+        assert judge("vllm-blocks", tmp_path).verdict == expected
+
+    def test_without_its_environment_it_needs_it(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        verdict = judge("vllm-blocks", tmp_path / "out")
+        assert verdict.verdict.startswith("needs: vLLM 0.32 in .venv-vllm")
+        assert verdict.claim.command.startswith("make setup-vllm")
 
 
 class TestNeeds:

@@ -13,7 +13,7 @@ from typing import Any
 from icml26_shared.checkpoint import JsonlStore, SettingsMismatch
 from icml26_shared.claims import Claim, ClaimContext, Measurement, Needs, Result, Rule, paired
 from icml26_shared.environment import source_digest
-from manifoldkv import __version__
+from manifoldkv import __version__, claims_vllm
 from manifoldkv.baselines import keydiff
 from manifoldkv.config import KVConfig
 
@@ -413,6 +413,22 @@ CLAIMS: list[Claim] = [
         check=check_cost,
         rule=Rule("time of L2 / time of cosine", "<=", 1.1),
         seeds=3,
+    ),
+    Claim(
+        id="vllm-blocks",
+        statement="In vLLM the blocks of evicted tokens are freed while a request runs, and nothing else changes",
+        source="specification of this package",
+        check=claims_vllm.check,
+        rule=[
+            Rule("answers equal to one at a time", ">=", 1.0),
+            Rule("blocks not returned", "<=", 0.0, on="every"),
+            Rule("times the free blocks rose during one request", ">=", 1.0),
+            Rule("tokens of the long request / tokens in the pool", ">", 1.0),
+            Rule("most blocks of a request / bound", "<=", 1.0),
+        ],
+        needs=claims_vllm.needs,
+        command="make setup-vllm; manifoldkv claims --only vllm-blocks",
+        seeds=1,
     ),
     _elsewhere(
         "ruler-64k",
