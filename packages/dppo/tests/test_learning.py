@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("sklearn")
 
+from dppo.demo_tasks import Addition, Digits
 from dppo.learning import METHODS, Curve, PromptSource, Recipe, grpo_advantages, train
-from dppo.tasks import Addition, Digits
 
 T = torch.tensor
 

@@ -15,9 +15,9 @@ import torch
 from dppo.audit import Design, audit_unbiasedness
 from dppo.baselines import Cppo, Greso
 from dppo.config import PruningConfig
+from dppo.demo_tasks import Addition
 from dppo.learning import Curve, Recipe, train
 from dppo.losses import Surrogate
-from dppo.tasks import Addition
 from dppo.toy import ToyBatch
 from icml26_shared.bench import compare
 from icml26_shared.claims import Claim, ClaimContext, Measurement, Result, Rule

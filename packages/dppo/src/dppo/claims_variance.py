@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dppo.config import PruningConfig
+from dppo.demo_tasks import Digits
 from dppo.draws import MaskGenerator
 from dppo.learning import Recipe, grpo_advantages, train
 from dppo.prompts import PromptHistory, prune_prompts
 from dppo.pruning import effective_sample_size, prune_completions
-from dppo.tasks import Digits
 
 
 def gradient_variance(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dppo.demo_tasks import TASKS
 from dppo.learning import Curve, Recipe, train
-from dppo.tasks import TASKS
 from icml26_shared.checkpoint import atomic_write_json
 from icml26_shared.console import Context
 from icml26_shared.plots import figure, lines, save

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dppo.baselines import Cppo, Greso
@@ -23,7 +23,41 @@ from dppo.draws import MaskGenerator
 from dppo.losses import Surrogate
 from dppo.prompts import PromptHistory, pull_block
 from dppo.pruning import prune_completions
-from dppo.tasks import Task
+
+
+class Task(Protocol):
+    """What the training harness needs."""
+
+    name: str
+    n_prompts: int
+    answer_length: int
+
+    def policy(self, seed: int) -> nn.Module:
+        """A policy after its supervised warm-up."""
+        ...
+
+    def sample(
+        self, policy: nn.Module, prompts: Int64[Tensor, " batch"], size: int, rng: torch.Generator
+    ) -> Int64[Tensor, "batch size length"]:
+        """`size` answers to each prompt."""
+        ...
+
+    def rewards(
+        self, prompts: Int64[Tensor, " batch"], answers: Int64[Tensor, "batch size length"]
+    ) -> Float[Tensor, "batch size"]:
+        """1 for a right answer, else 0."""
+        ...
+
+    def logps(
+        self, policy: nn.Module, prompts: Int64[Tensor, " rows"], answers: Int64[Tensor, "rows length"]
+    ) -> Float[Tensor, "rows length"]:
+        """Log-probability of each answer token."""
+        ...
+
+    def accuracy(self, policy: nn.Module) -> float:
+        """Probability of a right answer on held-out prompts, exact (no sampling)."""
+        ...
+
 
 Method = Literal["grpo", "dppo", "no_rescale", "deterministic", "cppo", "greso"]
 METHODS = ("grpo", "dppo", "no_rescale", "deterministic", "cppo", "greso")

@@ -7,7 +7,6 @@ takes seconds to a minute on one core.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,40 +15,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from icml26_shared.errors import require
-
-
-class Task(Protocol):
-    """What the training harness needs."""
-
-    name: str
-    n_prompts: int
-    answer_length: int
-
-    def policy(self, seed: int) -> nn.Module:
-        """A policy after its supervised warm-up."""
-        ...
-
-    def sample(
-        self, policy: nn.Module, prompts: Int64[Tensor, " batch"], size: int, rng: torch.Generator
-    ) -> Int64[Tensor, "batch size length"]:
-        """`size` answers to each prompt."""
-        ...
-
-    def rewards(
-        self, prompts: Int64[Tensor, " batch"], answers: Int64[Tensor, "batch size length"]
-    ) -> Float[Tensor, "batch size"]:
-        """1 for a right answer, else 0."""
-        ...
-
-    def logps(
-        self, policy: nn.Module, prompts: Int64[Tensor, " rows"], answers: Int64[Tensor, "rows length"]
-    ) -> Float[Tensor, "rows length"]:
-        """Log-probability of each answer token."""
-        ...
-
-    def accuracy(self, policy: nn.Module) -> float:
-        """Probability of a right answer on held-out prompts, exact (no sampling)."""
-        ...
 
 
 class Digits:
