@@ -20,7 +20,7 @@ def main() -> None:
     environment, name, *arguments = sys.argv[1:]
     if environment != "main":
         _run_apart(environment, name, arguments)
-    _pytest(ROOT / ".venv", _main_folders(name), arguments)
+    _pytest(ROOT / ".venv", _main_folders(name), [*([] if name else _parallel(arguments)), *arguments])
 
 
 def _main_folders(name: str) -> list[Path]:
@@ -30,6 +30,16 @@ def _main_folders(name: str) -> list[Path]:
     if name:
         return [_existing(member(name).folder / "tests")]
     return [*(folder for each in members() if (folder := each.folder / "tests").is_dir()), integration]
+
+
+def _parallel(arguments: list[str]) -> list[str]:
+    """Two workers for the whole suite, a file of tests staying with one; one process where the user steers pytest."""
+    steering = ("-n", "-p", "-s", "--pdb", "--dist", "--numprocesses")
+    steered = any(argument.startswith(steering) for argument in arguments)
+    if steered or (os.cpu_count() or 1) < 2:
+        return []
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    return ["-n", "2", "--dist", "loadfile"]
 
 
 def _run_apart(environment: str, name: str, arguments: list[str]) -> None:
