@@ -14,6 +14,7 @@ import build
 import lock
 import new_package
 import report
+import run_tests
 import setup_env
 import uv_tool
 from house import toy
@@ -190,6 +191,19 @@ def test_an_environment_may_replace_versions() -> None:
     assert len(names) == len(set(names))
     own = {line.partition("==")[0] for line in lines["vllm"] if not line.startswith("#")}
     assert own <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cores", "workers"),
+    [([], 2, "2"), (["-q", "-k", "x"], 4, "2"), (["--pdb"], 2, None), (["-n", "4"], 2, None), ([], 1, None)],
+)
+def test_the_whole_suite_takes_two_workers_unless_steered(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], cores: int, workers: str | None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    added = run_tests._parallel(arguments)
+    assert added[:2] == (["-n", workers] if workers else [])
 
 
 def test_report_writes_one_row_a_package(tmp_path: Path) -> None:
