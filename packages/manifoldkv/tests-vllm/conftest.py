@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# One thread that may run anywhere: pinned ones, vLLM's default, stand still together where another program has their core.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in [name for name in os.environ if name.startswith("MANIFOLDKV_")]:
     del os.environ[_name]
 sys.path.insert(0, str(Path(__file__).parent))  # the harness, also for the processes that tests start
