@@ -231,7 +231,7 @@ class TestBlocksOfVllm:
         from manifoldkv.integrations.vllm.engine_job import JobResult
 
         return JobResult(pool=pool, free=free, seconds=1.0, ids=ids, preemptions=0, peak_blocks=4, bound=4,
-                         tokens=(150, 20), **more)  # fmt: skip
+                         tokens=(400, 20), **more)  # fmt: skip
 
     @pytest.mark.parametrize(
         ("together", "alone", "long", "expected"),
