@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# One thread that may run anywhere: pinned ones, vLLM's default, stand still together where another program has their core.
+# One thread that may run anywhere: pinned ones (the default) all wait where another program has the core of one.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in [name for name in os.environ if name.startswith("MANIFOLDKV_")]:
