@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dppo.config import PruningConfig
 from dppo.designs import floor_count, low_count
-from dppo.draws import MaskGenerator, as_generator, combine, occurrences
+from dppo.draws import MaskGenerator, as_generator
 from dppo.pruning import Strata, least_kept, stratify, systematic_inclusion, systematic_order
 
 MAX_MASKS = 2**16
@@ -149,7 +149,7 @@ def _systematic_component(strata: Strata, cfg: PruningConfig, batch: Mapping[str
     inclusion = systematic_inclusion(strata, cfg, batch.get("lengths"))
     ids = batch.get("sample_ids")
     if ids is None:
-        ids = combine(strata.key[strata.group], occurrences(strata.group))
+        ids = strata.sample_ids
     order = systematic_order(ids, as_generator(batch.get("generator", 0)))
     certain = inclusion >= 1
     ends = torch.cumsum(torch.where(certain, 0.0, inclusion)[order], 0)

@@ -284,7 +284,7 @@ def prune_prompts(
     if cfg.mode == "bernoulli":
         keep = generator.uniform(distinct(keys)) >= prob
     elif cfg.mode == "systematic":
-        keep = systematic_keep(1 - prob, keys, generator)
+        keep = systematic_keep(1 - prob, distinct(keys), generator)
     else:
         n_low = low.sum()
         removed = floor_count(rate, n_low)

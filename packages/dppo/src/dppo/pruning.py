@@ -93,6 +93,7 @@ class Strata:
     Attributes:
         group: (B,) dense group index 0 .. n_groups−1.
         key: (n_groups,) stable id of each group.
+        place: (B,) how many members of its group stand before the item.
         score: (B,) fp64, what is compared with the group mean.
         low: (B,) bool, candidates for removal.
         free: (B,) bool, removed for nothing.
@@ -100,6 +101,7 @@ class Strata:
 
     group: Int64[Tensor, " batch"]
     key: Int64[Tensor, " groups"]
+    place: Int64[Tensor, " batch"]
     score: Float64[Tensor, " batch"]
     low: Bool[Tensor, " batch"]
     free: Bool[Tensor, " batch"]
@@ -107,6 +109,11 @@ class Strata:
     @property
     def n_groups(self) -> int:
         return len(self.key)
+
+    @property
+    def sample_ids(self) -> Int64[Tensor, " batch"]:
+        """(B,) an id for each completion, out of its group's and its place in the group."""
+        return combine(self.key[self.group], self.place)
 
 
 def prune_completions(
@@ -141,9 +148,11 @@ def prune_completions(
     generator = as_generator(generator)
     strata = stratify(advantages, groups, cfg, lengths=lengths)
     if sample_ids is None:
-        sample_ids = combine(strata.key[strata.group], occurrences(strata.group))
+        sample_ids = strata.sample_ids
     elif sample_ids.shape != advantages.shape:
         raise ValueError(f"sample_ids has shape {tuple(sample_ids.shape)}, advantages {tuple(advantages.shape)}")
+    else:
+        sample_ids = distinct(sample_ids)
     if not cfg.is_active(progress):
         keep, prob = ~strata.free, torch.zeros_like(strata.score)
         weight = torch.ones_like(prob)
@@ -170,13 +179,13 @@ def stratify(
     _check_advantages(advantages)
     if lengths is not None and lengths.shape != advantages.shape:
         raise ValueError(f"lengths has shape {tuple(lengths.shape)}, advantages {tuple(advantages.shape)}")
-    group, key = _group_index(groups, advantages)
+    group, key, place = _group_index(groups, advantages)
     size = advantages.abs().double()
     score = _score(size, advantages, lengths, cfg)
     free = (advantages == 0) & cfg.free_zeros
     eps = max(TOLERANCE, 4 * torch.finfo(advantages.dtype).eps)
     low = is_low(score, group, len(key), tolerance=eps) & ~free
-    return Strata(group, key, score, low, free)
+    return Strata(group, key, place, score, low, free)
 
 
 def is_low(
@@ -207,7 +216,7 @@ def _draw(
         removed = floor_count(rate, low_count(low, strata.group, strata.n_groups))
         keep = ~low | (rank_in_stratum(strata.score, low, strata.group) >= removed[strata.group])
         return keep, (~keep).double(), torch.where(low, 1 / (1 - rate), 1.0)
-    uniform = generator.uniform(distinct(ids))
+    uniform = generator.uniform(ids)
     if cfg.mode == "bernoulli" and not cfg.min_keep_per_group:
         prob = torch.where(low, rate, 0.0).double()
         return uniform >= prob, prob, 1 / (1 - prob)
@@ -255,7 +264,7 @@ def systematic_inclusion(strata: Strata, cfg: PruningConfig, lengths: Tensor | N
 
 def systematic_order(ids: Tensor, generator: MaskGenerator) -> Int64[Tensor, " batch"]:
     """The order in which a systematic draw runs through the items: by a hash of the id, whatever the batch order."""
-    return torch.argsort(generator.of(f"{generator.stream}/order").uniform(distinct(ids)), stable=True)
+    return torch.argsort(generator.of(f"{generator.stream}/order").uniform(ids), stable=True)
 
 
 def systematic_keep(inclusion: Tensor, ids: Tensor, generator: MaskGenerator) -> Bool[Tensor, " batch"]:
@@ -292,19 +301,19 @@ def _check_advantages(advantages: Tensor) -> None:
         )
 
 
-def _group_index(groups: Any, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """(dense index of each item, stable key of each group)."""
+def _group_index(groups: Any, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(dense index of each item, stable key of each group, place of each item in its group)."""
     n, device = len(advantages), advantages.device
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1 or n % groups:
             raise ValueError(f"group_size={groups} does not divide the batch of {n} completions")
         key = torch.arange(n // groups, device=device)
-        return key.repeat_interleave(groups), key
+        return key.repeat_interleave(groups), key, torch.arange(n, device=device) % groups
     ids = int_ids(groups, device)
     if ids.shape != advantages.shape:
         raise ValueError(f"group ids have shape {tuple(ids.shape)}, advantages {tuple(advantages.shape)}")
     key, index = torch.unique(ids, return_inverse=True)
-    return index, key
+    return index, key, occurrences(index)
 
 
 def _score(size: Tensor, advantages: Tensor, lengths: Tensor | None, cfg: PruningConfig) -> Float64[Tensor, " batch"]:
