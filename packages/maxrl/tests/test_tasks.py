@@ -150,7 +150,7 @@ def test_bandit_objectives_climb_their_own_hill():
 
 
 def test_maze_training_runs_on_its_own_rollouts():
-    run = maze_training.Run(size=5, steps=2, prompts=4, rollouts=4, sft_steps=30)
+    run = maze_training.Run(size=5, steps=2, prompts=4, rollouts=8, sft_steps=150)
     first = [p.detach().clone() for p in maze_training.base_model(run).parameters()]
     model = maze_training.train(run)
     assert any((a != b).any() for a, b in zip(first, model.parameters(), strict=True))
