@@ -105,7 +105,9 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     _compression_arguments(parser)
 
 
-@app.command("generate", help="generate from a prompt file on a compressed cache", arguments=_generate_arguments)
+@app.command(
+    "generate", help="generate from a prompt file on a compressed cache", arguments=_generate_arguments, resumable=False
+)
 def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Prefill, compress, generate; print the text and what the cache came to."""
     from manifoldkv.config import KVConfig
@@ -124,9 +126,12 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     if args.new_tokens < 1:
         raise UserError(f"--new-tokens {args.new_tokens} must be 1 or more")
     from icml26_shared import models
+
+    model, tokenizer = models.load(
+        args.model, dtype=args.dtype
+    )  # first: a wrong name is said before anything heavy loads
     from manifoldkv import compress
 
-    model, tokenizer = models.load(args.model, dtype=args.dtype)
     inputs = tokenizer(text, return_tensors="pt")
     with compress(model, cfg, trace=args.explain is not None) as kv:
         out = model.generate(
@@ -159,7 +164,7 @@ def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser)
 
 
-@app.command("diagnose", help="say which metric fits a model, and why", arguments=_diagnose_arguments)
+@app.command("diagnose", help="say which metric fits a model, and why", arguments=_diagnose_arguments, resumable=False)
 def diagnose(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Run calibration text through the model and apply the rule of key geometry."""
     if args.tokens < 12:

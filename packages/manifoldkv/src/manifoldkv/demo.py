@@ -56,6 +56,7 @@ def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--samples {args.samples} and --new-tokens {args.new_tokens} must be 1 or more")
     for module in ("transformers", "matplotlib", "wonderwords"):  # said now, not after the model has answered
         require(module, "manifoldkv[demo]")
+    ctx.note(f"{args.samples} prompts for each of {len(TASKS)} tasks, every rule at {len(RATIOS)} ratios")
     rows, reason = _results(ctx, args)
     accuracy = _accuracy(rows)
     _show(ctx, accuracy)
@@ -96,20 +97,29 @@ def _results(ctx: Context, args: argparse.Namespace) -> tuple[list[dict[str, Any
         from manifoldkv.eval import run_eval
 
         model, tokenizer = models.load(args.model, dtype=args.dtype)
+        bar.update("prompts")
+        samples = {task: _prompts(ruler, task, tokenizer, args, ctx.seed) for task in TASKS}
         rows = []
-        for task in TASKS:
-            bar.update(f"{task}: prompts")
-            samples = ruler.generate(task, tokenizer, args.tokens + _GENERATED, args.samples, seed=ctx.seed)
+        for task, own in samples.items():
             bar.update(f"{task}: answers")
             rows += run_eval(
-                model, tokenizer, samples, settings, store=store, max_new_tokens=args.new_tokens, advance=bar.advance
+                model, tokenizer, own, settings, store=store, max_new_tokens=args.new_tokens, advance=bar.advance
             )
         key = ("diagnosis", 0, AUTO)
         if not store.done(key):
-            reason = _diagnose(model, tokenizer, samples[0].context)
+            reason = _diagnose(model, tokenizer, own[0].context)
             store.append({"task": key[0], "index": key[1], "config": key[2], "reason": reason})
         kept = store.get(key)
     return rows, str(kept["reason"]) if kept else ""
+
+
+def _prompts(ruler: Any, task: str, tokenizer: Any, args: argparse.Namespace, seed: int) -> list[Any]:
+    try:
+        return list(ruler.generate(task, tokenizer, args.tokens + _GENERATED, args.samples, seed=seed))
+    except ValueError as error:
+        raise UserError(
+            f"--tokens {args.tokens} is too few (the task adds {_GENERATED} for the answer): {error}"
+        ) from error
 
 
 def _diagnose(model: Any, tokenizer: Any, text: str) -> str:
