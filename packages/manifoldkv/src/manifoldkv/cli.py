@@ -129,7 +129,7 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
 
     model, tokenizer = models.load(
         args.model, dtype=args.dtype
-    )  # first: a wrong name is said before anything heavy loads
+    )  # first: it names a wrong model at once
     from manifoldkv import compress
 
     inputs = tokenizer(text, return_tensors="pt")
