@@ -27,8 +27,8 @@ def test_vllm_check_shows_where_the_blocks_went(
     found = check.run(Context("manifoldkv", out=tmp_path, quiet=True), args)
     prompt, new = found["tokens"]
     assert new == 24
-    dense = -(-(prompt + new - 1) // 32)
-    gone = (prompt + new - 2 - 32 - 256 - 32) // 128 * 4  # blocks of the events before the last step
+    dense = -(-(prompt + new - 2) // 32)  # after the last step but one
+    gone = (prompt + new - 3 - 32 - 256 - 32) // 128 * 4  # freed before that step
     assert found["blocks_before_the_end"] == {"off": dense, "on": dense - gone}
     assert found["blocks_after_the_end"] == {"off": 0, "on": 0}
     assert found["free"]["off"][0] == found["free"]["on"][0]  # the prompt itself is dense on both sides

@@ -17,65 +17,68 @@ Prose = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")
-def l2(smollm2: str) -> Iterator[Engine]:
-    with engine(smollm2, plugin={**PLUGIN, "metric": "l2"}, **SETTINGS) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def dense_ids(smollm2: str, prose: Prose) -> dict[int, list[int]]:
     """Greedy ids of the stock cache, per prompt length."""
     with engine(smollm2, **SETTINGS) as made:
         return {length: made.generate(prose(length, length), max_tokens=64) for length in (90, 300)}
 
 
-def test_ids_equal_torch_and_blocks_come_back_while_running(l2: Engine, smollm2_torch: Any, prose: Prose) -> None:
-    prompt, start = prose(300, 1), l2.free_blocks
-    name = l2.submit(prompt, max_tokens=72)
-    trace = l2.run()
-    assert trace.outputs[name][0] == Reference(smollm2_torch, metric="l2", **SHAPE).generate(prompt, 72)
-    held = [start - free for free in trace.free]
-    assert held[0] == 10  # the whole prompt, while it is processed
-    assert all(count <= 5 for count in held[1:-1])  # S + M + W + I = 160 tokens at the most, of up to 371
-    assert held[-1] == 0
-    assert metrics.worker.failures == 0
-    assert metrics.worker.tokens_evicted == 32 * ((300 + 71 - 128) // 32)
-    assert metrics.scheduler.blocks_freed == metrics.worker.blocks_freed == metrics.worker.tokens_evicted // 32
+class TestOneEngine:
+    """One engine for all; the stock one is done by then, since two in a process share their groups."""
 
+    @pytest.fixture(scope="class")
+    def l2(self, smollm2: str, dense_ids: Any) -> Iterator[Engine]:
+        with engine(smollm2, plugin={**PLUGIN, "metric": "l2"}, **SETTINGS) as made:
+            yield made
 
-def test_the_selection_matters(l2: Engine, smollm2_torch: Any, prose: Prose, dense_ids: dict[int, list[int]]) -> None:
-    """The comparison above could fail: other metrics and the full cache give other ids for the same prompt."""
-    prompt = prose(300, 300)
-    ours = l2.generate(prompt, max_tokens=64)
-    assert ours != dense_ids[300]
-    assert ours != Reference(smollm2_torch, metric="knorm", **SHAPE).generate(prompt, 64)
+    def test_ids_equal_torch_and_blocks_come_back_while_running(
+        self, l2: Engine, smollm2_torch: Any, prose: Prose
+    ) -> None:
+        prompt, start = prose(300, 1), l2.free_blocks
+        name = l2.submit(prompt, max_tokens=72)
+        trace = l2.run()
+        assert trace.outputs[name][0] == Reference(smollm2_torch, metric="l2", **SHAPE).generate(prompt, 72)
+        held = [start - free for free in trace.free]
+        assert held[0] == 10  # the whole prompt, while it is processed
+        assert all(count <= 5 for count in held[1:-1])  # S + M + W + I = 160 tokens at the most, of up to 371
+        assert held[-1] == 0
+        assert metrics.worker.failures == 0
+        assert metrics.worker.tokens_evicted == 32 * ((300 + 71 - 128) // 32)
+        assert metrics.scheduler.blocks_freed == metrics.worker.blocks_freed == metrics.worker.tokens_evicted // 32
 
+    def test_the_selection_matters(
+        self, l2: Engine, smollm2_torch: Any, prose: Prose, dense_ids: dict[int, list[int]]
+    ) -> None:
+        """The comparison above could fail: other metrics and the full cache give other ids for the same prompt."""
+        prompt = prose(300, 300)
+        ours = l2.generate(prompt, max_tokens=64)
+        assert ours != dense_ids[300]
+        assert ours != Reference(smollm2_torch, metric="knorm", **SHAPE).generate(prompt, 64)
 
-def test_repeated_prompts_several_samples_and_stop_strings(l2: Engine, prose: Prose) -> None:
-    """With the prefix cache flag on (vLLM's default), nothing is shared and nothing leaks."""
-    assert l2.scheduler.kv_cache_manager.enable_caching
-    prompt, start = prose(260, 2), l2.free_blocks
-    first, second = (l2.generate(prompt, max_tokens=40) for _ in range(2))
-    assert first == second
-    greedy, several = l2.submit(prompt, max_tokens=40), l2.submit(prompt, max_tokens=40, n=3, temperature=1.0)
-    trace = l2.run()
-    assert trace.outputs[greedy][0] == first
-    assert [len(sample) for sample in trace.outputs[several]] == [40, 40, 40]
-    assert len({tuple(sample) for sample in trace.outputs[several]}) == 3
-    text = trace.texts[greedy][0]
-    word = text.split()[6]
-    stopped = l2.submit(prompt, max_tokens=40, stop=[word])
-    assert l2.run().texts[stopped][0] == text[: text.index(word)]
-    assert l2.free_blocks == start
+    def test_repeated_prompts_several_samples_and_stop_strings(self, l2: Engine, prose: Prose) -> None:
+        """With the prefix cache flag on (vLLM's default), nothing is shared and nothing leaks."""
+        assert l2.scheduler.kv_cache_manager.enable_caching
+        prompt, start = prose(260, 2), l2.free_blocks
+        first, second = (l2.generate(prompt, max_tokens=40) for _ in range(2))
+        assert first == second
+        greedy, several = l2.submit(prompt, max_tokens=40), l2.submit(prompt, max_tokens=40, n=3, temperature=1.0)
+        trace = l2.run()
+        assert trace.outputs[greedy][0] == first
+        assert [len(sample) for sample in trace.outputs[several]] == [40, 40, 40]
+        assert len({tuple(sample) for sample in trace.outputs[several]}) == 3
+        text = trace.texts[greedy][0]
+        word = text.split()[6]
+        stopped = l2.submit(prompt, max_tokens=40, stop=[word])
+        assert l2.run().texts[stopped][0] == text[: text.index(word)]
+        assert l2.free_blocks == start
 
-
-def test_abort_leaks_nothing(l2: Engine, prose: Prose) -> None:
-    start = l2.free_blocks
-    names = [l2.submit(prose(length, length), max_tokens=100) for length in (200, 330, 150)]
-    trace = l2.run(aborts={3: [names[0]], 40: [names[2]]})
-    assert set(trace.outputs) == {names[1]}
-    assert trace.outputs[names[1]][0] == l2.generate(prose(330, 330), max_tokens=100)
-    assert l2.free_blocks == start
+    def test_abort_leaks_nothing(self, l2: Engine, prose: Prose) -> None:
+        start = l2.free_blocks
+        names = [l2.submit(prose(length, length), max_tokens=100) for length in (200, 330, 150)]
+        trace = l2.run(aborts={3: [names[0]], 40: [names[2]]})
+        assert set(trace.outputs) == {names[1]}
+        assert trace.outputs[names[1]][0] == l2.generate(prose(330, 330), max_tokens=100)
+        assert l2.free_blocks == start
 
 
 def test_sixteen_requests_in_a_pool_too_small_for_dense(smollm2: str, prose: Prose) -> None:

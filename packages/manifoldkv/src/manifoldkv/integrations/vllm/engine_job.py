@@ -74,7 +74,7 @@ def run_job(job: Job, python: str = sys.executable) -> JobResult:
         python: of an environment with vLLM 0.32 and this package.
 
     Raises:
-        UserError: the child failed; the message has the last line of its output.
+        UserError: the child failed; the message has the last error it printed.
     """
     with tempfile.TemporaryDirectory() as folder:
         order, result = Path(folder) / "job.json", Path(folder) / "result.json"
@@ -84,8 +84,9 @@ def run_job(job: Job, python: str = sys.executable) -> JobResult:
         command = [python, "-m", __name__, str(order), str(result)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not result.is_file():
-            last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-            raise UserError(f"the engine's process ended with {done.returncode}: {last[0] if last else 'no message'}")
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            said = [line for line in lines if "Error: " in line] or lines or ["no message"]
+            raise UserError(f"the engine's process ended with {done.returncode}: {said[-1]}")
         found = json.loads(result.read_text(encoding="utf-8"))
     return JobResult(**{**found, "tokens": tuple(found["tokens"])})
 
