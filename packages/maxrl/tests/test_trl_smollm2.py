@@ -1,16 +1,16 @@
-"""MaxRL on a real model: SmolLM2-135M-Instruct learns from sums it samples. Slow: it loads and trains 135 million weights."""
+"""MaxRL on a real model: SmolLM2-135M-Instruct learns from sums it samples (slow: it trains 135 million weights)."""
 
 import pytest
 import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
-from datasets import Dataset  # noqa: E402
-from icml26_shared import models  # noqa: E402
-from icml26_shared.errors import UserError  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+from datasets import Dataset
+from peft import LoraConfig
 
-from maxrl import MaxRLConfig, MaxRLTrainer, maxrl_advantages  # noqa: E402
+from icml26_shared import models
+from icml26_shared.errors import UserError
+from maxrl import MaxRLConfig, MaxRLTrainer, maxrl_advantages
 
 
 @pytest.mark.slow
