@@ -193,6 +193,8 @@ def test_a_killed_training_run_resumes_to_the_same_result(policy, tmp_path, caps
             process.send_signal(signal.SIGKILL)
             break
         time.sleep(0.005)
+    else:
+        process.kill()
     process.wait()
     assert process.returncode == -signal.SIGKILL
     code, result, err = run(capsys, *train_command(policy, killed, 8))

@@ -43,10 +43,9 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: list[int]) -> str:
-    """Words of token ids up to the end."""
-    return " ".join(TOKENS[i] if i < len(TOKENS) else "<pad>" for i in ids[: ids.index(EOS)] if EOS in ids) or " ".join(
-        TOKENS[i] for i in ids if i < len(TOKENS)
-    )
+    """Words of token ids, up to the end if there is one."""
+    end = ids.index(EOS) if EOS in ids else len(ids)
+    return " ".join(TOKENS[i] for i in ids[:end])
 
 
 def _mazes(count: int, run: Run, rng: np.random.Generator) -> list[Maze]:
