@@ -127,9 +127,7 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--new-tokens {args.new_tokens} must be 1 or more")
     from icml26_shared import models
 
-    model, tokenizer = models.load(
-        args.model, dtype=args.dtype
-    )  # first: it names a wrong model at once
+    model, tokenizer = models.load(args.model, dtype=args.dtype)  # first: it names a wrong model at once
     from manifoldkv import compress
 
     inputs = tokenizer(text, return_tensors="pt")
