@@ -177,6 +177,7 @@ def rows(out):
     return [{k: json.loads(line)[k] for k in keep} for line in text]
 
 
+@pytest.mark.slow  # a process of its own, and three training runs
 def test_a_killed_training_run_resumes_to_the_same_result(policy, tmp_path, capsys):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert run(capsys, *train_command(policy, straight, 8))[0] == 0

@@ -106,6 +106,7 @@ def test_gradient_accumulation_makes_the_same_step(tmp_path, loss_type):
     assert (weights(parts) - weights(whole)).norm() / moved < 1e-5
 
 
+@pytest.mark.slow  # three more processes, each with its own TRL
 def test_two_processes_agree_with_one(tmp_path):
     script = Path(__file__).parent / "trl_two_processes.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, check=False)
