@@ -34,7 +34,7 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"no file at {path}: give a .jsonl, .json or .parquet file of prompts and answers")
-    prompts = []
+    prompts: list[Prompt] = []
     for number, row in enumerate(_rows(file), 1):
         if limit is not None and len(prompts) == limit:
             break
