@@ -74,11 +74,11 @@ class TestRows:
 
     def test_environments_that_are_there_have_their_rows(self, monkeypatch, tmp_path):
         monkeypatch.setattr(bench, "_scoring_rows", lambda *_: None)
+        called = []
+        monkeypatch.setattr(bench, "_in", lambda *given: called.append(given) or shared.Measured())
         declared, _ = declared_rows(monkeypatch, tmp_path, sys.executable)
         apart = {name: measure for name, (measure, *_) in declared.items() if "in kvpress" in name or "vLLM" in name}
         assert len(apart) == 4
-        called = []
-        monkeypatch.setattr(bench, "_in", lambda *given: called.append(given) or shared.Measured())
         for measure in apart.values():
             measure()
         assert called == [

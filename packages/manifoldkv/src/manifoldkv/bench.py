@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ def metric_cost(seed: int, tokens: int = 16384) -> float:
     from manifoldkv.scoring import score_keys
 
     keys = _keys(tokens, 128, "float32", seed)
-    l2, cosine = (KVConfig(metric=metric, compression_ratio=0.5, **_PLAIN) for metric in ("l2", "cosine"))
+    l2, cosine = KVConfig("l2", compression_ratio=0.5, **_PLAIN), KVConfig("cosine", compression_ratio=0.5, **_PLAIN)
     return 1 / compare(lambda: score_keys(keys, l2), lambda: score_keys(keys, cosine)).ratio
 
 
@@ -90,6 +91,11 @@ def _keydiff(keys: Tensor) -> Tensor:
     return scores.topk(keys.shape[2] // 2, dim=-1).indices
 
 
+def _against_keydiff(keys: Tensor, metric: str) -> Measured:
+    ours = partial(_score_and_select, keys, metric)
+    return Measured(compare(ours, lambda: _keydiff(keys)), peak=peak_memory(ours))
+
+
 def _scoring_rows(bench: Bench, ctx: Context) -> None:
     if importlib.util.find_spec("kvpress") is None:
         ctx.note("rows against kvpress's KeyDiffPress left out: kvpress isn't installed (pip install kvpress)")
@@ -97,13 +103,9 @@ def _scoring_rows(bench: Bench, ctx: Context) -> None:
         keys = _keys(16384, 128, "float32")
         tenth = keys.nbytes / 10 / 2**20
         for metric in ("l2", "cosine"):
-
-            def ours(metric: str = metric) -> Tensor:
-                return _score_and_select(keys, metric)
-
             bench.row(
                 f"score and select, {metric}, float32, 8 heads x 16,384 x 128",
-                lambda ours=ours: Measured(compare(ours, lambda: _keydiff(keys)), peak=peak_memory(ours)),
+                partial(_against_keydiff, keys, metric),
                 goal=[Rule("ratio", ">=", 1.0), Rule("torch_peak_mib", "<=", tenth)],
                 peer="kvpress KeyDiffPress",
             )
@@ -226,7 +228,7 @@ def _kvpress_rows(bench: Bench, ctx: Context, args: argparse.Namespace) -> None:
     for metric, peer in (("l2", "KeyDiffPress"), ("cosine", "KeyDiffPress"), ("knorm", "KnormPress")):
         bench.row(
             f"prefill of 2,048 tokens with ManifoldKVPress({metric}) in kvpress",
-            lambda metric=metric, peer=peer: _in(args.kvpress_python, "manifoldkv.bench_kvpress", [metric, peer]),
+            partial(_in, args.kvpress_python, "manifoldkv.bench_kvpress", [metric, peer]),
             goal=Rule("ratio", ">=", 1.0),
             peer=f"kvpress {peer}",
         )

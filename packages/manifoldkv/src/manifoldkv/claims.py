@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from icml26_shared.checkpoint import JsonlStore, SettingsMismatch
@@ -212,7 +213,7 @@ def _geometry_cases(ctx: ClaimContext) -> dict[str, dict[str, Any]]:
         return found
 
     kinds = ("collision", "mirrored", "aligned", "constant_norm")
-    return {kind: ctx.cached(("geometry", kind), lambda kind=kind: measure(kind)) for kind in kinds}
+    return {kind: ctx.cached(("geometry", kind), partial(measure, kind)) for kind in kinds}
 
 
 _STEPS = 1000
@@ -225,7 +226,7 @@ def _recall_cases(ctx: ClaimContext) -> dict[str, dict[str, Any]]:
     for qk_norm in (False, True):
         name = f"recall model {'with' if qk_norm else 'without'} QK-norm"
         key = ("recall", qk_norm)
-        cases[name] = ctx.cached(key, lambda qk_norm=qk_norm, name=name: _recall_case(ctx, qk_norm, name))
+        cases[name] = ctx.cached(key, partial(_recall_case, ctx, qk_norm, name))
     return cases
 
 
@@ -265,7 +266,7 @@ def _recalls(ctx: ClaimContext, kind: str, ratio: float, settings: dict[str, dic
             found[name] = synthetic.recall(select(score_keys(keys, cfg), cfg.keep_count(keys.shape[2])), needles)
         return found
 
-    runs = [ctx.cached((kind, seed), lambda seed=seed: measure(seed)) for seed in ctx.track(ctx.seeds, kind)]
+    runs = [ctx.cached((kind, seed), partial(measure, seed)) for seed in ctx.track(ctx.seeds, kind)]
     return {name: Measurement([run[name] for run in runs], seeds=ctx.seeds) for name in settings}
 
 
@@ -289,7 +290,7 @@ def check_mirrored(ctx: ClaimContext) -> dict[str, Measurement]:
 
 def check_dilution(ctx: ClaimContext) -> dict[str, Measurement]:
     """Recall over 65,536 keys in 16 regimes, with a centroid per window or one for all; and a real model."""
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "windowed": {"metric": "l2", "window": 4096},
         "global": {"metric": "l2"},
         "cosine": {"metric": "cosine"},
@@ -335,9 +336,7 @@ def check_cost(ctx: ClaimContext) -> dict[str, Measurement]:
         return metric_cost(seed)
 
     return {
-        "time of L2 / time of cosine": Measurement(
-            [ctx.cached(seed, lambda seed=seed: measure(seed)) for seed in ctx.seeds]
-        )
+        "time of L2 / time of cosine": Measurement([ctx.cached(seed, partial(measure, seed)) for seed in ctx.seeds])
     }
 
 

@@ -17,7 +17,6 @@ _BLOCK = 32  # tokens
 _POOL = 20  # blocks, too few for the load below
 _PLUGIN = {"budget": 64, "sink": 32, "recent": 32, "interval": 32, "metric": "l2"}
 _HEAD_DIM, _LAYERS, _KV_HEADS = 32, 2, 2
-_BLOCK_BYTES = 2 * _LAYERS * _KV_HEADS * _HEAD_DIM * _BLOCK * 4  # keys and values in float32
 
 
 def needs(ctx: ClaimContext) -> str | None:
@@ -52,8 +51,9 @@ def engine_runs(ctx: ClaimContext) -> list[JobResult]:
     mixed = [draw.sample(range(3, 2048), draw.randint(20, 400)) for _ in range(16)]
     long = [draw.sample(range(3, 2048), 1000)]
     settings = {"block_size": _BLOCK, "max_model_len": 2048, "max_num_batched_tokens": 256, "skip_tokenizer_init": True}
-    small = {**settings, "kv_cache_memory_bytes": _POOL * _BLOCK_BYTES}
-    large = {**settings, "kv_cache_memory_bytes": 16 * _POOL * _BLOCK_BYTES, "max_num_seqs": 1}
+    settings["kv_cache_memory_bytes"] = 256 << 20  # an upper limit only: the pool's size is given in blocks
+    small = {**settings, "num_gpu_blocks_override": _POOL + 1}
+    large = {**settings, "num_gpu_blocks_override": 16 * _POOL + 1, "max_num_seqs": 1}
     jobs = [
         Job(folder, mixed, 40, _PLUGIN, small),
         Job(folder, mixed, 40, _PLUGIN, large),

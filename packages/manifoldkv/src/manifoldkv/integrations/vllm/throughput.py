@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from manifoldkv.integrations.vllm.engine_job import Job, JobResult, run_job
 
@@ -66,7 +67,7 @@ def measure(
         "max_num_batched_tokens": chunk,
         "max_num_seqs": requests,
     }
-    plugins = {"on": {"budget": budget, "metric": metric}, "off": {"budget": 0}}
+    plugins: dict[str, dict[str, Any]] = {"on": {"budget": budget, "metric": metric}, "off": {"budget": 0}}
     runs: dict[str, list[JobResult]] = {"on": [], "off": []}
     for pair in range(pairs):
         for side in ("on", "off") if pair % 2 == 0 else ("off", "on"):
