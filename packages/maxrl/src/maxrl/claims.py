@@ -44,14 +44,14 @@ def check_equivalence(ctx: ClaimContext) -> dict[str, Measurement]:
     logits = torch.tensor([0.3, -1.0, 0.5, 0.2], dtype=torch.float64)
     correct = torch.tensor([True, False, True, False])
     policy = logits.softmax(0)
-    p = policy[correct].sum()
-    grad_p = policy * (correct.double() - p)
+    mass = policy[correct].sum()
+    grad_p = policy * (correct.double() - mass)
     for known in ESTIMATORS.values():
         for n in (2, 4, 6):
             t = known.order(n, None)
             if t is not None and t > 0 and known.name != "dr_grpo":
-                got = softmax_moments(logits, correct, n, estimator=known.name).mean
-                softmax_gaps.append(float((got - weight(float(p), order=t) * grad_p).abs().max()))
+                gradient = softmax_moments(logits, correct, n, estimator=known.name).mean
+                softmax_gaps.append(float((gradient - weight(float(mass), order=t) * grad_p).abs().max()))
     return {
         "largest gap": Measurement([max(gaps)]),
         "largest gap, softmax": Measurement([max(softmax_gaps)]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ def _norms_and_mean(
     model: torch.nn.Sequential, inputs: Tensor, hidden: Tensor, by_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Norm of each image's gradient by all weights, and the mean gradient as one vector."""
-    by_hidden = (by_logits @ model[2].weight.detach()) * (hidden > 0)
+    by_hidden = (by_logits @ cast(torch.nn.Linear, model[2]).weight.detach()) * (hidden > 0)
     norms = torch.sqrt(
         by_logits.square().sum(1) * (hidden.square().sum(1) + 1)
         + by_hidden.square().sum(1) * (inputs.square().sum(1) + 1)

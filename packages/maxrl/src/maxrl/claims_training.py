@@ -60,7 +60,7 @@ def training_digest() -> str:
     """Digest of the sources that decide what a training run gives."""
     digest = hashlib.sha256()
     folder = Path(addition.__file__).parent.parent
-    names = ("advantages", "groups", "coefficients", "estimators", "baselines")
+    names: tuple[str, ...] = ("advantages", "groups", "coefficients", "estimators", "baselines")
     names += ("eval/digits", "eval/addition", "eval/transformer")
     for name in names:
         digest.update((folder / f"{name}.py").read_bytes())

@@ -87,7 +87,7 @@ def _plot(ctx: Context, curves: dict[str, list[dict[str, float]]]) -> str:
         (axes[1], "pass@128", "test pass@128 (share of images)"),
     ):
         series = {name: (epochs, [m[metric] for m in seen]) for name, seen in curves.items()}
-        scale = {"yscale": "log"} if metric == "nll" else {"ylim": (0, 1.02)}
+        scale: dict[str, Any] = {"yscale": "log"} if metric == "nll" else {"ylim": (0, 1.02)}
         plots.lines(series, xlabel="epoch", ylabel=label, title=label.split(" [")[0].split(" (")[0], ax=ax, **scale)
     axes[0].legend(loc="center right", bbox_to_anchor=(1.0, 0.62))  # between the curves, which the corner is not
     p = torch.logspace(-3, -0.005, 60, dtype=torch.float64)

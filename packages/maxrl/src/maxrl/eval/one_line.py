@@ -43,8 +43,8 @@ def maxrl_step(
 
 def changed_lines() -> list[str]:
     """The lines by which the bodies of the two steps differ, as a diff shows them."""
-    bodies = [_body(inspect.getsource(step)) for step in (grpo_step, maxrl_step)]
-    return [line for line in difflib.ndiff(*bodies) if line[:2] in ("- ", "+ ")]
+    before, after = (_body(inspect.getsource(step)) for step in (grpo_step, maxrl_step))
+    return [line for line in difflib.ndiff(before, after) if line[:2] in ("- ", "+ ")]
 
 
 def _body(source: str) -> list[str]:

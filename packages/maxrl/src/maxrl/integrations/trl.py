@@ -99,7 +99,7 @@ def _check_arguments(args: Any) -> None:
 
 def _check_ignored(args: Any) -> None:
     """Settings of the host that the recomputed advantages would silently ignore."""
-    expected = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
+    expected: dict[str, Any] = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
     expected |= {"normalize_advantages": False, "reward_clip_range": None}
     for name, value in expected.items():
         given = getattr(args, name, value)

@@ -13,6 +13,7 @@ size of an element, and takes 2 R V D operations; the backward takes 6 R V D wit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -352,7 +353,7 @@ def specs() -> list[KernelSpec]:
     blocks = {"PRECISION": "tf32", "WIDEN": False, "BLOCK_R": BLOCK_R, "BLOCK_V": BLOCK_V, "BLOCK_D": BLOCK_D}
     out = []
     for label, everything in (("plain", False), ("bias and soft-cap", True)):
-        flags = {"HAS_BIAS": everything, "HAS_CAP": everything, **blocks}
+        flags: dict[str, Any] = {"HAS_BIAS": everything, "HAS_CAP": everything, **blocks}
         wants = {"WANT_H": True, "WANT_W": True, "WANT_B": everything}
         grads = {"grad_h_ptr": "*fp32", "grad_w_ptr": "*fp32", "grad_b_ptr": "*fp32"}
         for name, fn, pointers, extra in (
