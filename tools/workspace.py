@@ -59,6 +59,11 @@ class Member:
         return tuple(extra for extra in self.project.get("optional-dependencies", {}) if extra not in separate)
 
     @property
+    def explained_spills(self) -> dict[str, str]:
+        """Kernels that spill registers, as "NAME TARGET", with the reason: `[tool.icml26.spills]`."""
+        return dict(self._house_table.get("spills", {}))
+
+    @property
     def pending(self) -> tuple[str, ...]:
         """Rooms declared as still to come, in `[tool.icml26] pending`; a package with any is not released."""
         return tuple(self._house_table.get("pending", ()))

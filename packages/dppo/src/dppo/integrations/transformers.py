@@ -35,8 +35,8 @@ def packed_attention_forward(
     key: Float[Tensor, "1 kv_heads tokens dim"],
     value: Float[Tensor, "1 kv_heads tokens dim"],
     attention_mask: Tensor | None,
+    dropout: float = 0.0,  # before scaling, as in transformers' own functions: kvpress passes it by position
     scaling: float | None = None,
-    dropout: float = 0.0,
     packed_layout: PackedLayout | None = None,
     position_ids: Tensor | None = None,
     **others: Any,

@@ -53,10 +53,16 @@ def capture_queries(model: Any, window: int) -> Iterator[dict[int, Tensor]]:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Any:
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:  # args: kvpress, once imported, passes the dropout by position
     capture = _CAPTURE.get()
     if capture is None:
         raise RuntimeError("the model was left with the attention of capture_queries")
     capture.queries[module.layer_idx] = query[:, :, -capture.window :].detach()  # type: ignore[index]
-    return capture.attention(module)(module, query, key, value, attention_mask, **kwargs)
+    return capture.attention(module)(module, query, key, value, attention_mask, *args, **kwargs)

@@ -107,7 +107,13 @@ class RaggedLayer(ManifoldLayer):
 
 
 def attention_per_head(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,  # kvpress, once imported, passes it by position
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, with a mask per key-value head where the layer's heads differ in length."""
     cache = CURRENT.get()
@@ -115,7 +121,7 @@ def attention_per_head(
     if isinstance(layer, RaggedLayer) and layer.step_front is not None:
         attention_mask = _head_causal_mask(layer.step_front, query.shape[2], key.shape[2])
         attention_mask = attention_mask.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, **kwargs)
 
 
 def _head_causal_mask(
