@@ -258,6 +258,7 @@ def make(calls, tmp_path, monkeypatch):
 
 
 def test_bench_as_json_table_and_readme(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)  # parallel workers have it at 80, where the table's cells wrap
     calls = []
     app = make(calls, tmp_path, monkeypatch)
     (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
