@@ -64,6 +64,7 @@ def test_two_processes_equal_one(tmp_path):
         "per_device_train_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 14,
         "completion_rate": 0.9, "learning_rate": 1e-3, "loss_type": "dapo", "optim": "sgd", "max_grad_norm": 0.0,
     }  # fmt: skip
+    model_folder()  # before the threads: both runs start from the same model
     with ThreadPoolExecutor() as pool:  # at the same time: most of it is imports
         (one,), two = pool.map(lambda world: run(tmp_path, world, options), (1, 2))
     assert one["steps"] == two[0]["steps"] == two[1]["steps"] == 14
