@@ -77,7 +77,7 @@ class TestList:
         assert rules["mirrored"] == "cosine ≥ 0.95; l2 ≤ 0.1"
         assert rules["dilution"] == "windowed ≥ 0.95; global ≤ windowed − 0.15; cosine < global"
         assert rules["cost"] == "time of L2 / time of cosine ≤ 1.1"
-        assert rules["guideline"] == "models within 0.03 of the best ≥ 1"
+        assert rules["guideline"] == ("models within 0.03 of the best ≥ 1; models that tell the metrics apart ≥ 3")
 
     def test_an_unknown_claim(self, capsys, tmp_path):
         assert app.run(["claims", "--only", "ruler", "--out", str(tmp_path)]) == 2
@@ -205,16 +205,27 @@ class TestAccuracyVerdicts:
     def test_guideline(self, chosen, l2, cosine, expected, answers, tmp_path, monkeypatch):
         answers(l25=0.2, cosine5=0.6)
         good = {"chosen": "l2", "l2": 1.0, "cosine": 0.2}
-        monkeypatch.setattr(claims, "_geometry_cases", lambda ctx: {"made keys": good})
+        many = {"chosen": "l2 for 39, cosine for 1", "l2": 1.0, "cosine": 0.5, "with the chosen": 0.9875}
+        monkeypatch.setattr(claims, "_geometry_cases", lambda ctx: {"built": good, "another": many})
         case = {"chosen": chosen, "l2": l2, "cosine": cosine}
+        lost = max(l2, cosine) - case[chosen]
         monkeypatch.setattr(claims, "_recall_cases", lambda ctx: {"trained": case})
         verdict = judge("guideline", tmp_path)
         assert verdict.verdict == expected
         measured = verdict.result.measurements
         assert measured["loss on SmolLM2"].mean == pytest.approx(0.0)
-        assert measured["loss on trained"].mean == pytest.approx(max(l2, cosine) - case[chosen])
-        assert measured["models within 0.03 of the best"].mean == pytest.approx(1 if expected == "holds" else 2 / 3)
+        assert measured["loss on trained"].mean == pytest.approx(lost)
+        assert measured["models within 0.03 of the best"].mean == pytest.approx(1 if lost < 0.031 else 3 / 4)
+        assert measured["loss on another"].mean == pytest.approx(0.0125)
+        assert measured["models that tell the metrics apart"].mean == 3 + (abs(l2 - cosine) > 0.03)
         assert verdict.result.details["trained"] == case
+
+    def test_guideline_fails_where_the_metrics_tie(self, answers, tmp_path, monkeypatch):
+        answers(l25=0.2, cosine5=0.6)
+        tie = {"chosen": "l2", "l2": 1.0, "cosine": 1.0}
+        monkeypatch.setattr(claims, "_geometry_cases", lambda ctx: {"built": tie, "telling": tie | {"cosine": 0.0}})
+        monkeypatch.setattr(claims, "_recall_cases", lambda ctx: {"trained": tie})
+        assert judge("guideline", tmp_path).verdict == "fails"
 
     def test_a_check_that_crashes_is_no_verdict(self, tmp_path, monkeypatch):
         monkeypatch.setattr(claims, "_answers", lambda *_: 1 / 0)
@@ -315,6 +326,38 @@ class TestNeeds:
             monkeypatch.setattr(claims, "source_digest", lambda name: "another")
             with claims._store(ctx, "answers.jsonl") as store:
                 assert len(store) == 0
+
+
+class TestBuiltModels:
+    """Models whose cached keys are given: the answers follow from what a metric keeps."""
+
+    @pytest.mark.parametrize("kind", ["collision", "mirrored", "aligned", "constant_norm"])
+    def test_keys_answers_and_choice(self, kind):
+        import torch
+
+        from manifoldkv import synthetic
+        from manifoldkv.claims_geometry import build
+        from manifoldkv.config import KVConfig
+        from manifoldkv.scoring import score_keys
+        from manifoldkv.selection import select
+
+        keys, needles = getattr(synthetic, kind)(3, background=300, needles=8, dim=16)
+        built = build(keys, needles)
+        with torch.no_grad():
+            cached = built.model(built.context, use_cache=True).past_key_values.layers[0].keys
+        torch.testing.assert_close(cached, keys, rtol=1e-5, atol=1e-5)
+        assert built.accuracy(None) == 1.0
+        for metric in ("l2", "cosine", "random"):
+            cfg = KVConfig(metric=metric, compression_ratio=0.9, n_sink=0, n_recent=0)
+            kept = select(score_keys(keys, cfg), cfg.keep_count(keys.shape[2]))
+            assert built.accuracy(cfg) == pytest.approx(synthetic.recall(kept, needles))
+
+    def test_more_needles_than_values(self):
+        from manifoldkv import synthetic
+        from manifoldkv.claims_geometry import build
+
+        with pytest.raises(ValueError, match="9 needles were given for values of 8 dimensions"):
+            build(*synthetic.collision(0, background=20, needles=9, dim=8))
 
 
 class TestRecallModel:

@@ -1,6 +1,6 @@
 """The paper's claims (arXiv 2602.08343) as checks; the thresholds are the specification's.
 
-The set-up of the two trained recall models (length, ratio, steps) was chosen after trial runs.
+The set-up of the two trained recall models (length, ratio, steps, values nobody asks for) was chosen after trial runs.
 
 Accuracy claims use SmolLM2-135M-Instruct on RULER-style tasks, 40 samples a cell, the context compressed before the
 question is seen, no protected tokens. All accuracy claims share their answers: one prefill serves every setting.
@@ -8,6 +8,7 @@ question is seen, no protected tokens. All accuracy claims share their answers: 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -164,20 +165,25 @@ def _diagnosis(ctx: ClaimContext) -> dict[str, Any]:
 
 
 def check_guideline(ctx: ClaimContext) -> Result:
-    """What the metric chosen by ``diagnose`` loses on each model against the better of L2 and cosine.
+    """What the metric chosen by ``diagnose`` loses on each kind of model against the better of L2 and cosine.
 
-    SmolLM2 at half the cache; made keys and the trained models, whose needles are few, at a tenth.
+    SmolLM2 at half the cache; built and trained models, whose needles are few, at a tenth. Where both metrics answer
+    alike no choice can lose, so the rule also asks how many kinds tell them apart.
     """
     losses: dict[str, float] = {}
     details: dict[str, Any] = {}
+    telling = 0
     for name, scores in {**_smollm2_case(ctx), **_geometry_cases(ctx), **_recall_cases(ctx)}.items():
         best = max(scores["l2"], scores["cosine"])
-        losses[name] = best - scores[scores["chosen"]]
+        chosen = scores["with the chosen"] if "with the chosen" in scores else scores[scores["chosen"]]
+        losses[name] = best - chosen
+        telling += abs(scores["l2"] - scores["cosine"]) > 0.03
         details[name] = scores
     measured = {f"loss on {name}": Measurement(value) for name, value in losses.items()}
     measured["models within 0.03 of the best"] = Measurement(
         sum(loss <= 0.03 + 1e-9 for loss in losses.values()) / len(losses)
     )
+    measured["models that tell the metrics apart"] = Measurement(telling)
     return Result(measurements=measured, details=details)
 
 
@@ -194,28 +200,31 @@ def _smollm2_case(ctx: ClaimContext) -> dict[str, dict[str, Any]]:
 
 
 def _geometry_cases(ctx: ClaimContext) -> dict[str, dict[str, Any]]:
-    """Keys built so that the winner is known; 40 draws each, keeping 10 %."""
+    """Models built so that the winner is known; 40 of each geometry, each diagnosed alone, keeping 10 %."""
 
-    def measure(kind: str) -> dict[str, Any]:
+    def measure(kind: str, seed: int) -> dict[str, Any]:
         from manifoldkv import synthetic
-        from manifoldkv.geometry import diagnose_keys
-        from manifoldkv.scoring import score_keys
-        from manifoldkv.selection import select
+        from manifoldkv.claims_geometry import build
+        from manifoldkv.geometry import diagnose
 
-        draws = [getattr(synthetic, kind)(seed) for seed in range(ctx.seed, ctx.seed + SAMPLES)]
-        chosen = diagnose_keys([keys for keys, _ in draws]).metric
-        found: dict[str, Any] = {"chosen": chosen}
+        built = build(*getattr(synthetic, kind)(seed))
+        found: dict[str, Any] = {"chosen": diagnose(built.model, built.context).metric, "full": built.accuracy(None)}
         for metric in ("l2", "cosine"):
-            cfg = KVConfig(metric=metric, compression_ratio=0.9, **_PLAIN)
-            recalls = [
-                synthetic.recall(select(score_keys(keys, cfg), cfg.keep_count(keys.shape[2])), needles)
-                for keys, needles in draws
-            ]
-            found[metric] = sum(recalls) / len(recalls)
+            found[metric] = built.accuracy(KVConfig(metric=metric, compression_ratio=0.9, **_PLAIN))  # type: ignore[arg-type]
         return found
 
-    kinds = ("collision", "mirrored", "aligned", "constant_norm")
-    return {kind: ctx.cached(("geometry", kind), partial(measure, kind)) for kind in kinds}
+    cases = {}
+    for kind in ("collision", "mirrored", "aligned", "constant_norm"):
+        seeds = range(ctx.seed, ctx.seed + SAMPLES)
+        runs = [ctx.cached(("built", kind, seed), partial(measure, kind, seed)) for seed in ctx.track(seeds, kind)]
+        means = {name: sum(run[name] for run in runs) / SAMPLES for name in ("full", "l2", "cosine")}
+        choices = Counter(run["chosen"] for run in runs)
+        cases[f"{kind} models"] = {
+            **means,
+            "with the chosen": sum(run[run["chosen"]] for run in runs) / SAMPLES,
+            "chosen": ", ".join(f"{metric} for {count}" for metric, count in choices.most_common()),
+        }
+    return cases
 
 
 _STEPS = 1000
@@ -356,7 +365,7 @@ CLAIMS: list[Claim] = [
         statement="The best metric depends on key-norm geometry, and a guideline from it picks the right one",
         source="abstract",
         check=check_guideline,
-        rule=Rule("models within 0.03 of the best", ">=", 1.0),
+        rule=[Rule("models within 0.03 of the best", ">=", 1.0), Rule("models that tell the metrics apart", ">=", 3)],
         seeds=1,
     ),
     Claim(

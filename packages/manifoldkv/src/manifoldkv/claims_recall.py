@@ -1,8 +1,10 @@
 """A small language model trained here to recall: which metric suits it is decided by its training, not by us.
 
 A context is filler with pairs at random places; a pair is one position that carries a key and a value (the sum of their
-embeddings). Queries are keys of the pairs; the model answers each with its value. With ``qk_norm`` queries and keys are
-normalised per head (Qwen3), so cached keys have nearly constant norms; without it (Llama) they may take any.
+embeddings). Twice as many positions carry a value beside filler, which nobody asks for: a metric that only tells filler
+from the rest is not enough. Queries are keys of the pairs; the model answers each with its value. With ``qk_norm``
+queries and keys are normalised per head (Qwen3), so cached keys have nearly constant norms; without it (Llama) they may
+take any.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from icml26_shared.checkpoint import load_state, save_state
 from manifoldkv.config import KVConfig
 
 PAIRS = 6
+LONE_VALUES = 12
 QUERIES = 6
 CONTEXT = 64
 _KEYS, _VALUES, _FILLER = 32, 32, 8
@@ -62,9 +65,10 @@ def sequences(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, T
     second = torch.full((count, CONTEXT), _NOTHING)
     keys = _FIRST_KEY + torch.rand((count, _KEYS), generator=generator).argsort(-1)[:, :PAIRS]
     values = _FIRST_VALUE + torch.randint(_VALUES, (count, PAIRS), generator=generator)
-    slots = torch.rand((count, CONTEXT), generator=generator).argsort(-1)[:, :PAIRS]
-    first.scatter_(1, slots, keys)
-    second.scatter_(1, slots, values)
+    lone = _FIRST_VALUE + torch.randint(_VALUES, (count, LONE_VALUES), generator=generator)
+    slots = torch.rand((count, CONTEXT), generator=generator).argsort(-1)[:, : PAIRS + LONE_VALUES]
+    first.scatter_(1, slots[:, :PAIRS], keys)
+    second.scatter_(1, slots, torch.cat((values, lone), 1))
     order = torch.rand((count, PAIRS), generator=generator).argsort(-1)[:, :QUERIES]
     asked = keys.gather(1, order)
     queries = torch.stack((asked, torch.full_like(asked, _NOTHING)), -1)
