@@ -47,6 +47,13 @@ def test_addition_answers_and_exact_probability():
         assert a + b == 100 * answer[0] + 10 * answer[1] + answer[2]
     assert not {tuple(p) for p in task.inputs.tolist()} & {tuple(p) for p in task.test_inputs.tolist()}
     policy = task.policy(0)
+    rows, tokens = T([4, 1, 4, 0, 4]), torch.randint(10, (5, 3), generator=torch.Generator().manual_seed(0))
+    logits = policy(torch.cat([task.inputs[rows], tokens], 1))[:, 6:9]
+    plain = logits.log_softmax(-1).gather(2, tokens[..., None]).squeeze(2)
+    shared = task.logps(policy, rows, tokens)
+    torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), policy.parameters()) for x in (shared, plain)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     prompts = torch.arange(2)
     answers = task.sample(policy, prompts, 4000, torch.Generator().manual_seed(0))
     right = task.rewards(prompts, answers).mean(1)
@@ -71,6 +78,10 @@ def test_every_method_trains_and_counts(digits, method):
     else:
         assert 0 < curve.updated[-1] < curve.generated[-1]
     assert curve.full_generated[-1] >= curve.generated[-1]
+    assert 0 < curve.nonzero[-1] < curve.generated[-1]
+    assert (curve.cost_without_zeros() <= np.array(curve.generated) * 4).all()
+    if method == "dppo":  # what it updates is part of what is not zero
+        assert curve.updated[-1] < curve.nonzero[-1]
 
 
 def test_same_seed_same_run_and_prompts_are_skipped_later(digits):

@@ -110,26 +110,39 @@ class Addition:
         return net
 
     def sample(self, policy: nn.Module, prompts: Tensor, size: int, rng: torch.Generator) -> Tensor:
-        tokens = self.inputs[prompts].repeat_interleave(size, 0)
         with torch.no_grad():
-            for _ in range(self.answer_length):
-                probabilities = policy(tokens)[:, -1].softmax(-1)
-                tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=rng)], 1)
-        return tokens[:, -self.answer_length :].reshape(len(prompts), size, self.answer_length)
+            logits, past = policy.extend(self.inputs[prompts])
+            rows = torch.arange(len(prompts)).repeat_interleave(size)
+            last, past = logits[rows, -1], _rows_of(past, rows)
+            tokens: list[Tensor] = []
+            while True:
+                tokens.append(torch.multinomial(last.softmax(-1), 1, generator=rng))
+                if len(tokens) == self.answer_length:
+                    return torch.cat(tokens, 1).reshape(len(prompts), size, self.answer_length)
+                logits, past = policy.extend(tokens[-1], past)
+                last = logits[:, -1]
 
     def rewards(self, prompts: Tensor, answers: Tensor) -> Tensor:
         return (answers == self.answers[prompts][:, None]).all(-1).float()
 
     def logps(self, policy: nn.Module, prompts: Tensor, answers: Tensor) -> Tensor:
-        return self._logps(policy, self.inputs[prompts], answers)
+        unique, back = torch.unique(prompts, return_inverse=True)
+        return self._logps(policy, self.inputs[unique], back, answers)
 
-    def _logps(self, policy: nn.Module, inputs: Tensor, answers: Tensor) -> Tensor:
-        logits = policy(torch.cat([inputs, answers[:, :-1]], 1))[:, -self.answer_length :]
+    def _logps(self, policy: nn.Module, inputs: Tensor, rows: Tensor, answers: Tensor) -> Tensor:
+        """Of the answers, to the prompts `inputs[rows]`: each prompt goes through the policy once."""
+        logits, past = policy.extend(inputs)
+        rest, _ = policy.extend(answers[:, :-1], _rows_of(past, rows))
+        logits = torch.cat([logits[:, -1:].index_select(0, rows), rest], 1)
         return logits.log_softmax(-1).gather(2, answers[..., None]).squeeze(2)
 
     def accuracy(self, policy: nn.Module) -> float:
         with torch.no_grad():
-            return float(self._logps(policy, self.test_inputs, self.test_answers).sum(1).exp().mean())
+            rows = torch.arange(len(self.test_inputs))
+            return float(self._logps(policy, self.test_inputs, rows, self.test_answers).sum(1).exp().mean())
+
+
+Past = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (batch, heads, time, width of a head)
 
 
 class CausalTransformer(nn.Module):
@@ -145,10 +158,18 @@ class CausalTransformer(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Int64[Tensor, "batch time"]) -> Float[Tensor, "batch time vocabulary"]:
-        x = self.tokens(ids) + self.positions[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.extend(ids)[0]
+
+    def extend(
+        self, ids: Int64[Tensor, "batch time"], past: Past | None = None
+    ) -> tuple[Float[Tensor, "batch time vocabulary"], Past]:
+        """Logits of tokens that come after `past`, and the keys and values of all tokens so far, differentiable."""
+        start = 0 if past is None else past[0][0].shape[2]
+        x, found = self.tokens(ids) + self.positions[start : start + ids.shape[1]], []
+        for number, block in enumerate(self.blocks):
+            x, seen = block(x, None if past is None else past[number])
+            found.append(seen)
+        return self.head(self.norm(x)), found
 
 
 class _Block(nn.Module):
@@ -159,17 +180,26 @@ class _Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         batch, time, width = x.shape
         q, k, v = (
             part.reshape(batch, time, self.heads, -1).transpose(1, 2)
             for part in self.qkv(self.norm_1(x)).split(width, -1)
         )
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
-        mask = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
-        mixed = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+        if time > 1:
+            seen = k.shape[2] - time
+            mask = torch.ones(time, seen + time, dtype=torch.bool, device=x.device).triu(seen + 1)
+            scores = scores.masked_fill(mask, float("-inf"))
+        mixed = scores.softmax(-1) @ v
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp(self.norm_2(x))
+        return x + self.mlp(self.norm_2(x)), (k, v)
+
+
+def _rows_of(past: Past, rows: Int64[Tensor, " rows"]) -> Past:
+    return [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in past]
 
 
 TASKS: dict[str, type[Digits] | type[Addition]] = {"digits": Digits, "addition": Addition}

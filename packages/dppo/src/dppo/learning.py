@@ -101,6 +101,7 @@ class Curve:
         step, accuracy: held-out probability of a right answer after so many steps.
         generated, updated: tokens so far. seconds, cpu_seconds: training time so far, without evaluations.
         full_generated: tokens a run without pruning would have generated for the prompts pulled so far.
+        nonzero: tokens generated so far in completions with A ≠ 0.
     """
 
     step: list[int] = field(default_factory=list)
@@ -110,10 +111,15 @@ class Curve:
     full_generated: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    nonzero: list[int] = field(default_factory=list)
 
     def cost(self) -> Float[np.ndarray, " evaluations"]:
         """generated + 3·updated."""
         return np.array(self.generated) + 3 * np.array(self.updated)
+
+    def cost_without_zeros(self) -> Float[np.ndarray, " evaluations"]:
+        """The same for a run that leaves out A = 0 and nothing else: generated + 3·nonzero."""
+        return np.array(self.generated) + 3 * np.array(self.nonzero)
 
     def smooth(self, width: int = 3) -> Float[np.ndarray, " evaluations"]:
         """Accuracy as a running mean over the last `width` evaluations."""
@@ -246,7 +252,7 @@ def steps(task: Task, recipe: Recipe, seed: int, policy: nn.Module, curve: Curve
     source, rng = PromptSource(task.n_prompts, recipe, seed), torch.Generator().manual_seed(seed)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer = kinds[recipe.optimizer](policy.parameters(), lr=recipe.lr)
-    totals = {"generated": 0, "updated": 0, "full_generated": 0}
+    totals = {"generated": 0, "updated": 0, "full_generated": 0, "nonzero": 0}
     seconds = cpu = 0.0
     _evaluate(task, policy, curve, 0, totals, seconds, cpu)
     surrogate = Surrogate("dapo")
@@ -280,6 +286,7 @@ def steps(task: Task, recipe: Recipe, seed: int, policy: nn.Module, curve: Curve
         totals["generated"] += answers.numel()
         totals["updated"] += len(rows) * task.answer_length
         totals["full_generated"] += pulled * recipe.samples * task.answer_length
+        totals["nonzero"] += int((advantages != 0).sum()) * task.answer_length
         if (step + 1) % recipe.evaluate_every == 0 or step + 1 == recipe.steps:
             _evaluate(task, policy, curve, step + 1, totals, seconds, cpu)
         yield step
@@ -293,5 +300,6 @@ def _evaluate(
     curve.generated.append(totals["generated"])
     curve.updated.append(totals["updated"])
     curve.full_generated.append(totals["full_generated"])
+    curve.nonzero.append(totals["nonzero"])
     curve.seconds.append(seconds)
     curve.cpu_seconds.append(cpu)
