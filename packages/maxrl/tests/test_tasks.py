@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from maxrl import maxrl_advantages
+from maxrl.baselines import differential_smoothing
 from maxrl.eval import addition, bandit, digits, maze, maze_training, one_line
 from maxrl.eval.transformer import TinyTransformer, completion_log_probs, sample
 
@@ -112,6 +114,75 @@ def test_transformer_cache_and_likelihoods_agree():
     log_p = completion_log_probs(model, prompts, drawn[::4])
     full = torch.log_softmax(model(torch.cat([prompts, drawn[::4]], 1)), -1)
     torch.testing.assert_close(log_p[0, 2], full[0, 7, drawn[0, 2]])
+
+
+def test_a_prompt_is_read_once_for_all_its_completions():
+    torch.manual_seed(0)
+    model = TinyTransformer(13, 12).double()
+    prompts, completions = torch.randint(0, 13, (3, 6)), torch.randint(0, 13, (5, 4))
+    owner = torch.tensor([2, 0, 0, 1, 2])
+    shared = completion_log_probs(model, prompts, completions, owner)
+    full = torch.log_softmax(model(torch.cat([prompts[owner], completions], 1)), -1)[:, 5:-1]
+    torch.testing.assert_close(shared, full.gather(2, completions[:, :, None]).squeeze(2))
+    assert completion_log_probs(model, prompts, completions[:, :1], owner).shape == (5, 1)
+
+
+def test_differential_smoothing_and_entropy_bonus_by_hand():
+    """GRPO's advantages with gamma on the mean log-probability, and the gradient of the entropy."""
+    rewards, log_probs = torch.tensor([1, 0, 0]), torch.tensor([-2.0, -1.0, -3.0])
+    assert differential_smoothing(rewards, log_probs, 0.1).tolist() == pytest.approx([0.2, -0.1, -0.3])
+    with pytest.raises(ValueError, match="defined for rewards 0 and 1"):
+        differential_smoothing(torch.tensor([0.5, 0, 0]), log_probs)
+    with pytest.raises(ValueError, match="one of each per rollout"):
+        differential_smoothing(rewards[:2], log_probs)
+    with pytest.raises(ValueError, match="must be finite"):
+        differential_smoothing(rewards, log_probs, float("nan"))
+
+    def gradient(**changes):
+        leaf = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+        run = digits.Run("grpo", 8, **changes)
+        digits.policy_loss(leaf, torch.tensor([2, 0]), run, torch.Generator().manual_seed(1)).backward()
+        return leaf.detach(), leaf.grad
+
+    logits, plain = gradient()
+    p, log_p = logits.softmax(-1), logits.log_softmax(-1)
+    entropy = -(p * log_p).sum(1, keepdim=True)
+    want = -0.3 * -p * (log_p + entropy) / 2  # minus the gradient of the entropy, mean over two images
+    torch.testing.assert_close(gradient(entropy_bonus=0.3)[1] - plain, want)
+    actions = torch.multinomial(p, 8, replacement=True, generator=torch.Generator().manual_seed(1))
+    right = actions == torch.tensor([[2], [0]])
+    extra = -0.05 * (2.0 * right - 1) * log_p.gather(1, actions)
+    score = torch.eye(5, dtype=torch.float64)[actions] - p[:, None]
+    want = -(extra[:, :, None] * score).sum(1) / 16
+    torch.testing.assert_close(gradient(smoothing=0.05)[1] - plain, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("changes", [{}, {"entropy_bonus": 0.5}, {"smoothing": 0.5}, {"estimator": "pkpo", "order": 2}])
+def test_addition_counts_equal_completions_once_and_loses_nothing(changes):
+    """The gradient over distinct completions is that over all rollouts one by one."""
+    run = addition.Run(**{"estimator": "grpo", "prompts": 4, "rollouts": 64, "base_pass": 0.05, **changes})
+    model, (pairs, _) = addition.base_model(0, 0.05), addition.split()
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
+    addition._step(run, model, plain, pairs, torch.Generator().manual_seed(3))
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    generator = torch.Generator().manual_seed(3)
+    chosen = pairs[torch.randint(0, len(pairs), (4,), generator=generator)]
+    prompts, answers = addition.encode(chosen)
+    completions = sample(model, prompts, 64, 3, generator)
+    rewards = (completions == answers.repeat_interleave(64, 0)).all(1)
+    assert 0 < rewards.sum() < 256
+    logits = model(torch.cat([prompts.repeat_interleave(64, 0), completions[:, :-1]], 1))[:, 6:]
+    log_p = torch.log_softmax(logits, -1)
+    picked = log_p.gather(2, completions[:, :, None]).squeeze(2)
+    a = maxrl_advantages(rewards, group_size=64, estimator=run.estimator, order=run.order)
+    a = a + run.smoothing * (1 - 2 * rewards.float()) * picked.mean(1).detach()
+    loss = -(a[:, None] * picked).sum() / (256 * 3)
+    loss = loss + run.entropy_bonus * (log_p.exp() * log_p).sum(-1).mean()
+    model.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    want = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (got - want).norm() < 1e-4 * want.norm()
 
 
 def test_addition_resumes_to_the_same_result(tmp_path):

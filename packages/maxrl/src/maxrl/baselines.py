@@ -1,11 +1,15 @@
 """The estimators the paper compares with: REINFORCE, RLOO, Dr. GRPO, GRPO, PKPO and differential smoothing.
 
 Same interface as the estimators of the paper (:mod:`maxrl.estimators`): ``maxrl_advantages(..., estimator="grpo")``.
+Differential smoothing looks at the log-probabilities of the rollouts as well, so it is a term to add to advantages.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from maxrl.coefficients import Estimator, GroupCounts, RealRewards, log_miss_probability, ratio_or_zero
@@ -67,6 +71,39 @@ def _real_dr_grpo(r: RealRewards) -> Tensor:
 
 def _real_grpo(r: RealRewards) -> Tensor:
     return ratio_or_zero(r.rewards - r.mean, r.std + r.eps)
+
+
+def differential_smoothing(
+    rewards: Shaped[Tensor, " b"], mean_log_probs: Float[Tensor, " b"], gamma: float = 0.05
+) -> Float[Tensor, " b"]:
+    r"""The term of differential smoothing: ``-gamma l_i`` for a success, ``+gamma l_i`` for a failure, added to GRPO's
+    advantages.
+
+    ``l_i`` is the mean log-probability of the tokens of rollout i (official code, ``core_algos.py``, gamma = 0.05): a
+    rare success gains and a rare failure loses.
+
+    Args:
+        rewards: (B,) 0 or 1.
+        mean_log_probs: (B,) float, of the policy that drew the rollouts; taken without its graph.
+        gamma: size of the term, a finite number.
+
+    Returns:
+        (B,) float32 on the device of ``mean_log_probs``.
+
+    Raises:
+        ValueError: shapes that differ, rewards other than 0 and 1, log-probabilities or gamma that are not finite.
+    """
+    if rewards.shape != mean_log_probs.shape or rewards.ndim != 1:
+        raise ValueError(
+            f"rewards have shape {tuple(rewards.shape)} and mean_log_probs {tuple(mean_log_probs.shape)}: one of each "
+            "per rollout is needed, (B,)"
+        )
+    if not bool(((rewards == 0) | (rewards == 1)).all()):
+        raise ValueError("differential smoothing is defined for rewards 0 and 1: binarise them first")
+    if not math.isfinite(gamma) or not bool(torch.isfinite(mean_log_probs).all()):
+        raise ValueError(f"gamma = {gamma} and every mean log-probability must be finite")
+    sign = 1.0 - 2.0 * rewards.to(torch.float32)
+    return gamma * sign * mean_log_probs.detach().to(torch.float32)
 
 
 BASELINES: tuple[Estimator, ...] = (

@@ -6,8 +6,10 @@ is first taught by supervision until it is right now and then, and then trained 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from icml26_shared.checkpoint import load_state, save_state
 from maxrl.advantages import maxrl_advantages
-from maxrl.eval.transformer import TinyTransformer, completion_log_probs, sample
+from maxrl.baselines import differential_smoothing
+from maxrl.eval.transformer import TinyTransformer, completion_log_distributions, completion_log_probs, sample
 
 BOS, PLUS, EQUALS, VOCABULARY = 10, 11, 12, 13
 ANSWER = 3
@@ -45,7 +48,8 @@ def split(scarce: int | None = None) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Run:
     """RL from the base model of ``seed``: ``prompts`` x ``rollouts`` each step, AdamW, gradient norm at most 1. The
-    base model is taught until its pass@1 reaches ``base_pass``."""
+    base model is taught until its pass@1 reaches ``base_pass``. ``order`` is the estimator's, ``entropy_bonus`` weighs
+    the mean entropy of the sampled tokens in the objective, ``smoothing`` is the gamma of differential smoothing."""
 
     estimator: str = "maxrl"
     lr: float = 1e-3
@@ -55,9 +59,18 @@ class Run:
     prompts: int = 32
     rollouts: int = 16
     base_pass: float = 0.07
+    order: int | None = None
+    entropy_bonus: float = 0.0
+    smoothing: float = 0.0
 
 
 def base_model(seed: int, base_pass: float = 0.07) -> TinyTransformer:
+    """A copy of the supervised model of ``seed``, which is trained once and kept."""
+    return copy.deepcopy(_taught(seed, base_pass))
+
+
+@lru_cache(maxsize=8)
+def _taught(seed: int, base_pass: float) -> TinyTransformer:
     """The supervised model: 64 prompts a step at 1e-3 from the weights of ``seed``, stopped when pass@1 on 500 training
     pairs reaches ``base_pass`` (looked at every 10 steps, 2000 at most)."""
     with torch.random.fork_rng(devices=[]):
@@ -140,19 +153,26 @@ def _step(
     prompts, answers = encode(chosen)
     completions = sample(model, prompts, run.rollouts, ANSWER, generator)
     rewards = (completions == answers.repeat_interleave(run.rollouts, 0)).all(1)
-    a = maxrl_advantages(rewards, group_size=run.rollouts, estimator=run.estimator)
+    a = maxrl_advantages(rewards, group_size=run.rollouts, estimator=run.estimator, order=run.order)
     optimizer.zero_grad()
     # Equal completions of a prompt have equal scores: each is computed once, with the sum of its advantages.
     group = torch.arange(run.prompts).repeat_interleave(run.rollouts)
     key = group * VOCABULARY**3 + completions @ torch.tensor([VOCABULARY**2, VOCABULARY, 1])
-    distinct, inverse = torch.unique(key, return_inverse=True)
-    total = torch.zeros(distinct.numel()).index_add_(0, inverse, a)
+    distinct, inverse, copies = torch.unique(key, return_inverse=True, return_counts=True)
     first = torch.empty_like(distinct).scatter_(0, inverse, torch.arange(key.numel()))
-    live = total != 0
-    if bool(live.any()):
-        rows = first[live]
-        log_probs = completion_log_probs(model, prompts[group[rows]], completions[rows])
-        loss = -(total[live] * log_probs.sum(1)).sum() / (a.numel() * ANSWER)
+    total = torch.zeros(distinct.numel()).index_add_(0, inverse, a)
+    everything = bool(run.smoothing or run.entropy_bonus)
+    rows = first if everything else first[total != 0]
+    if rows.numel():
+        distributions = completion_log_distributions(model, prompts, completions[rows], group[rows])
+        log_probs = distributions.gather(2, completions[rows][:, :, None]).squeeze(2)
+        if run.smoothing:
+            total = total + copies * differential_smoothing(rewards[rows], log_probs.mean(1), run.smoothing)
+        weights = total if everything else total[total != 0]
+        loss = -(weights * log_probs.sum(1)).sum() / (a.numel() * ANSWER)
+        if run.entropy_bonus:
+            negative_entropy = (distributions.exp() * distributions).sum((1, 2))
+            loss = loss + run.entropy_bonus * (copies * negative_entropy).sum() / (a.numel() * ANSWER)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

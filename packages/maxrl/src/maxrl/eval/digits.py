@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from icml26_shared.errors import require
 from maxrl.advantages import maxrl_advantages
+from maxrl.baselines import differential_smoothing
 
 TRAIN_IMAGES = 1300
 
@@ -51,7 +52,9 @@ def number_images(count: int, *, places: int = 2, split: str = "train", seed: in
 
 @dataclass(frozen=True)
 class Run:
-    """How to train: ``estimator`` of ``maxrl_advantages`` with ``rollouts`` per image, or ``"cross_entropy"``."""
+    """How to train: ``estimator`` (and ``order``) of ``maxrl_advantages`` with ``rollouts`` per image, or
+    ``"cross_entropy"``. ``entropy_bonus`` weighs the policy's entropy in the objective, ``smoothing`` is the gamma of
+    differential smoothing."""
 
     estimator: str
     rollouts: int = 0
@@ -61,6 +64,9 @@ class Run:
     examples: int = 8000
     hidden: int = 256
     batch: int = 128
+    order: int | None = None
+    entropy_bonus: float = 0.0
+    smoothing: float = 0.0
 
 
 def make_model(run: Run, seed: int) -> nn.Sequential:
@@ -77,8 +83,14 @@ def policy_loss(logits: Tensor, labels: Tensor, run: Run, generator: torch.Gener
         return torch.nn.functional.nll_loss(log_probs, labels)
     actions = torch.multinomial(log_probs.detach().exp(), run.rollouts, replacement=True, generator=generator)
     rewards = (actions == labels[:, None]).flatten()
-    a = maxrl_advantages(rewards, group_size=run.rollouts, estimator=run.estimator)
-    return -(a.view(actions.shape) * log_probs.gather(1, actions)).mean()
+    a = maxrl_advantages(rewards, group_size=run.rollouts, estimator=run.estimator, order=run.order)
+    chosen = log_probs.gather(1, actions)
+    if run.smoothing:
+        a = a + differential_smoothing(rewards, chosen.flatten(), run.smoothing)
+    loss = -(a.view(actions.shape) * chosen).mean()
+    if run.entropy_bonus:
+        loss = loss + run.entropy_bonus * (log_probs.exp() * log_probs).sum(-1).mean()
+    return loss
 
 
 def exact_metrics(model: nn.Module, data: Digits, ks: tuple[int, ...] = (1, 128)) -> dict[str, float]:

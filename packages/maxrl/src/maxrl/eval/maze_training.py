@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -58,7 +60,13 @@ def _mazes(count: int, run: Run, rng: np.random.Generator) -> list[Maze]:
 
 
 def base_model(run: Run) -> TinyTransformer:
-    """Supervised on ``sft_steps`` batches of 32 shortest paths, AdamW at 1e-3."""
+    """A copy of the model supervised on ``sft_steps`` batches of 32 shortest paths, AdamW at 1e-3; it is trained once
+    for all runs of a seed and kept."""
+    return copy.deepcopy(_taught(replace(run, estimator="", rollouts=0, lr=0.0, steps=0, prompts=0)))
+
+
+@lru_cache(maxsize=4)
+def _taught(run: Run) -> TinyTransformer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         model = TinyTransformer(len(TOKENS), run.size * (run.size + 1) + 4 + run.longest)
@@ -104,7 +112,8 @@ def train(run: Run, *, step: Callable[[int, int], None] | None = None) -> TinyTr
             chosen = completions[live]
             ended = (chosen == EOS).cumsum(1) - (chosen == EOS).long()  # 0 up to and including the first <eos>
             width = int((ended == 0).sum(1).max())
-            log_probs = completion_log_probs(model, prompts.repeat_interleave(run.rollouts, 0)[live], chosen[:, :width])
+            owner = torch.arange(run.prompts).repeat_interleave(run.rollouts)[live]
+            log_probs = completion_log_probs(model, prompts, chosen[:, :width], owner)
             loss = -(a[live, None] * log_probs * (ended[:, :width] == 0)).sum() / (a.numel() * run.longest)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -114,7 +123,7 @@ def train(run: Run, *, step: Callable[[int, int], None] | None = None) -> TinyTr
     return model
 
 
-def coverage(model: TinyTransformer, run: Run, *, mazes: int = 64, rollouts: int = 32) -> PassAtKCurve:
+def coverage(model: TinyTransformer, run: Run, *, mazes: int = 128, rollouts: int = 32) -> PassAtKCurve:
     """Coverage on held-out mazes from ``rollouts`` samples each."""
     held_out = _mazes(mazes, run, np.random.default_rng(10**6 + run.seed))
     passed = _rollouts(model, held_out, run, rollouts, torch.Generator().manual_seed(run.seed + 77))[2]
