@@ -56,7 +56,8 @@ def _run_apart(environment: str, name: str, arguments: list[str]) -> None:
         raise SystemExit(0)  # setup_env has said why
     if made:
         raise SystemExit(made)
-    _pytest(ROOT / ENVIRONMENTS[environment], folders, arguments)
+    workers = _parallel(arguments) if environment == "vllm" else []  # .venv-kvpress has no pytest-xdist, and no need
+    _pytest(ROOT / ENVIRONMENTS[environment], folders, [*workers, *arguments])
 
 
 def _existing(folder: Path) -> Path:
@@ -67,6 +68,10 @@ def _existing(folder: Path) -> Path:
 
 def _pytest(venv: Path, folders: list[Path], arguments: list[str]) -> None:
     os.environ["PATH"] = f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    # Compiled modules are kept inside the environment, also where Python is told to keep none beside the sources: tests
+    # start dozens of processes, and vLLM alone has 2,400 modules to compile in each.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(venv / "pycache")
     python = str(venv / "bin" / "python")
     paths = [str(folder.relative_to(ROOT)) for folder in folders]
     os.chdir(ROOT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,15 +34,27 @@ def errors() -> Iterator[list[str]]:
     logging.getLogger("vllm.manifoldkv").removeHandler(handler)
 
 
-def test_parallel_contexts_are_refused(tiny: Tiny) -> None:
-    with engine(tiny("llama")[0], **SETTINGS) as made:
+def test_what_this_machine_cannot_start_is_refused(tiny: Tiny, noise: Noise) -> None:
+    """Parallel contexts and cascade attention, as fields of the configuration of an engine that runs.
+
+    vLLM 0.32 has no cascade attention left. Its flag is accepted, warned about and dropped: the engine starts, and its
+    ids are those of the schedule. What is refused is a configuration that has it on.
+    """
+    folder, model = tiny("llama")
+    with engine(folder, plugin=PLUGIN, disable_cascade_attn=False, **SETTINGS) as made:
         config = copy.copy(made.engine.vllm_config)
+        ids = made.generate(noise(250, 3), max_tokens=64)
+    assert config.model_config.disable_cascade_attn  # dropped
+    assert ids == Reference(model, metric="l2", **SHAPE).generate(noise(250, 3), 64)
     refuse.check_engine(config, PluginConfig(budget=64))
-    for field, message in (("decode", "decode context"), ("prefill", "prefill context")):
-        parallel = copy.copy(config.parallel_config)
-        object.__setattr__(parallel, f"{field}_context_parallel_size", 2)
-        changed = copy.copy(config)
-        object.__setattr__(changed, "parallel_config", parallel)
+    for part, field, value, message in (
+        ("parallel_config", "decode_context_parallel_size", 2, "decode context"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill context"),
+        ("model_config", "disable_cascade_attn", False, "cascade attention"),
+    ):
+        changed, owner = copy.copy(config), copy.copy(getattr(config, part))
+        object.__setattr__(owner, field, value)
+        object.__setattr__(changed, part, owner)
         with pytest.raises(ValueError, match=message):
             refuse.check_engine(changed, PluginConfig(budget=64))
 
@@ -69,8 +81,18 @@ class Oldest(Reference):
         return -torch.arange(keys.shape[2], dtype=torch.float64).expand(keys.shape[:3])
 
 
+@pytest.mark.parametrize(
+    ("module", "function", "message"),
+    [(impl, "score_keys", "selecting tokens failed"), (metadata, "_plan", "planning a step's evictions failed")],
+)
 def test_a_failing_selection_keeps_the_older_tokens(
-    tiny: Tiny, noise: Noise, monkeypatch: pytest.MonkeyPatch, errors: list[str]
+    tiny: Tiny,
+    noise: Noise,
+    monkeypatch: pytest.MonkeyPatch,
+    errors: list[str],
+    module: ModuleType,
+    function: str,
+    message: str,
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken on purpose")
@@ -78,12 +100,13 @@ def test_a_failing_selection_keeps_the_older_tokens(
     folder, model = tiny("llama")
     with engine(folder, plugin=PLUGIN, **SETTINGS) as made:
         start, good = made.free_blocks, made.generate(noise(250, 3), max_tokens=64)
-        monkeypatch.setattr(impl, "score_keys", broken)
+        monkeypatch.setattr(module, function, broken)
         oldest = Oldest(model, metric="", **SHAPE).generate(noise(250, 3), 64)
+        assert oldest != good
         assert made.generate(noise(250, 3), max_tokens=64) == oldest
         assert made.free_blocks == start
         assert metrics.worker.failures > 1
-        assert len([message for message in errors if "selecting tokens failed" in message]) == 1
+        assert len([error for error in errors if message in error]) == 1
         monkeypatch.undo()
         assert made.generate(noise(250, 3), max_tokens=64) == good
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 from vllm_harness import Reference
 
 Tiny = Callable[..., tuple[str, Any]]
@@ -50,7 +53,7 @@ def _child(code: str, job: Any, **environment: str) -> Any:
         env=_environment(**environment),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("RESULT", 1)[1])
@@ -63,8 +66,12 @@ def test_budget_0_is_as_if_it_were_not_installed(smollm2: str, tiny: Tiny, prose
         ("llama", tiny("llama")[0], list(range(1, 201)), small),
         ("qwen2", tiny("qwen2")[0], list(range(1, 201)), small),
     ]
-    off = _child(CHILD, {"runs": runs}, MANIFOLDKV_BUDGET="0")
-    without = _child(CHILD, {"runs": runs}, VLLM_PLUGINS="none")
+    with ThreadPoolExecutor() as pool:
+        children = [
+            pool.submit(_child, CHILD, {"runs": runs}, **setting)
+            for setting in ({"MANIFOLDKV_BUDGET": "0"}, {"VLLM_PLUGINS": "none"})
+        ]
+    off, without = (child.result() for child in children)
     for name, *_ in runs:
         assert off[name] == without[name]
         assert len(off[name]) == 64
@@ -91,7 +98,6 @@ print("RESULT" + json.dumps(found))
 
 UNSERVED = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "a quantised KV cache (--kv-cache-dtype fp8)"),
-    "cascade": ({"disable_cascade_attn": False}, "cascade attention"),
     "block": ({"block_size": 96}, "a block size of 96 tokens that doesn't divide the eviction interval of 32"),
     "connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -154,8 +160,10 @@ def test_engine_and_worker_in_processes_of_their_own(tiny: Tiny, noise: Noise) -
 
 
 @contextmanager
-def _server(model: str, log: Path, *arguments: str) -> Iterator[str]:
-    """``vllm serve`` on the loopback address, ended with its whole process group."""
+def _server(model: str, log: Path, *arguments: str) -> Iterator[Any]:
+    """``vllm serve`` on the loopback address as an OpenAI client sees it, ended with its whole process group."""
+    from openai import OpenAI
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -170,28 +178,41 @@ def _server(model: str, log: Path, *arguments: str) -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            yield f"http://127.0.0.1:{port}/v1"
+            # No proxy of the environment for the loopback address.
+            direct = httpx.Client(trust_env=False)
+            client = OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300, http_client=direct
+            )
+            _wait_for(client, server, log)
+            yield client
         finally:
             server.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 server.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, 9)
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # what it left behind
+            server.wait()
+
+
+def _wait_for(client: Any, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the server answers; AssertionError with the end of its log where it ends or takes ten minutes."""
+    from openai import APIConnectionError
+
+    deadline = time.monotonic() + 600
+    while True:
+        try:
+            client.models.list()
+            return
+        except APIConnectionError:
+            waited = server.poll() is None and time.monotonic() < deadline
+            assert waited, f"the server doesn't answer (exit code {server.poll()}):\n{log.read_text()[-3000:]}"
+            time.sleep(0.5)
 
 
 def test_openai_server(smollm2: str, smollm2_torch: Any, prose: Prose, tmp_path: Path) -> None:
-    from openai import APIConnectionError, OpenAI
-
     prompt, log = prose(280, 8), tmp_path / "server.log"
     flags = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 1024 --served-model-name small"
-    with _server(smollm2, log, *flags.split(), "--kv-cache-memory-bytes", str(128 << 20)) as url:
-        client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
-        for _ in range(180):
-            try:
-                client.models.list()
-                break
-            except APIConnectionError:
-                time.sleep(1)
+    with _server(smollm2, log, *flags.split(), "--kv-cache-memory-bytes", str(128 << 20)) as client:
         answer = client.completions.create(
             model="small",
             prompt=prompt,

@@ -27,6 +27,8 @@ BASE: dict[str, Any] = {"block_size": 32, "skip_tokenizer_init": True}
         ("qwen2", "cosine", 128, 128, 32, 128, 4096),
         ("qwen2", "decomposed", 32, 64, 32, 128, 77),
         ("llama", "cosine_mean", 32, 64, 64, 32, 33),
+        ("qwen2", "cosine", 96, 10, 1, 96, 50),
+        ("llama", "l2", 96, 10, 1, 192, 4096),
     ],
 )
 def test_ids_equal_torch(
@@ -60,13 +62,14 @@ def test_ids_equal_torch(
     assert dense.generate(longest, 64) != reference.generate(longest, 64)
 
 
-def test_preempted_requests_resume(tiny: Tiny, noise: Noise) -> None:
+@pytest.mark.parametrize(("family", "metric"), [("llama", "l2"), ("qwen2", "cosine")])
+def test_preempted_requests_resume(tiny: Tiny, noise: Noise, family: str, metric: str) -> None:
     """A pool for three requests serves eight: some lose their blocks and start again, with that history's ids."""
-    folder, model = tiny("llama")
+    folder, model = tiny(family)
     shape = {"sink": 32, "middle": 64, "recent": 32, "interval": 32}
-    reference = Reference(model, metric="l2", **shape)
+    reference = Reference(model, metric=metric, **shape)
     settings = {**BASE, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 256}
-    with engine(folder, plugin={"budget": 64, "interval": 32, "metric": "l2"}, **settings) as made:
+    with engine(folder, plugin={"budget": 64, "interval": 32, "metric": metric}, **settings) as made:
         start = made.free_blocks
         prompts = {made.submit(noise(60 + 13 * i, i), max_tokens=150): noise(60 + 13 * i, i) for i in range(8)}
         trace = made.run()

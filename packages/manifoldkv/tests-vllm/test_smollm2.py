@@ -74,18 +74,18 @@ class TestOneEngine:
 
     def test_abort_leaks_nothing(self, l2: Engine, prose: Prose) -> None:
         start = l2.free_blocks
-        names = [l2.submit(prose(length, length), max_tokens=100) for length in (200, 330, 150)]
-        trace = l2.run(aborts={3: [names[0]], 40: [names[2]]})
+        names = [l2.submit(prose(length, length), max_tokens=40) for length in (200, 330, 150)]
+        trace = l2.run(aborts={3: [names[0]], 30: [names[2]]})
         assert set(trace.outputs) == {names[1]}
-        assert trace.outputs[names[1]][0] == l2.generate(prose(330, 330), max_tokens=100)
+        assert trace.outputs[names[1]][0] == l2.generate(prose(330, 330), max_tokens=40)
         assert l2.free_blocks == start
 
 
 def test_sixteen_requests_in_a_pool_too_small_for_dense(smollm2: str, prose: Prose) -> None:
     """Mixed lengths; every answer is the one the request gets when it is alone."""
     lengths = [40 + (53 * i) % 330 for i in range(16)]
-    new = [24 + (7 * i) % 25 for i in range(16)]
-    pool = 90
+    new = [12 + (7 * i) % 17 for i in range(16)]
+    pool = 84
     dense = sum(-(-(length + more) // 32) for length, more in zip(lengths, new, strict=True))
     assert dense > 1.3 * pool
     settings = {**SETTINGS, "num_gpu_blocks_override": pool, "max_num_batched_tokens": 4096}
@@ -97,6 +97,22 @@ def test_sixteen_requests_in_a_pool_too_small_for_dense(smollm2: str, prose: Pro
         for i, name in enumerate(names):
             assert trace.outputs[name][0] == made.generate(prose(lengths[i], i), max_tokens=new[i]), lengths[i]
         assert made.free_blocks == start
+
+
+def test_a_preempted_request_resumes(smollm2: str, smollm2_torch: Any, prose: Prose) -> None:
+    """Nine blocks for two requests of five: the later one loses its blocks and starts again, as torch replays it."""
+    settings = {**SETTINGS, "num_gpu_blocks_override": 10, "max_num_batched_tokens": 256, "max_model_len": 256}
+    with engine(smollm2, plugin={**PLUGIN, "metric": "l2"}, **settings) as made:
+        start = made.free_blocks
+        prompts = {made.submit(prose(length, length), max_tokens=64): prose(length, length) for length in (120, 115)}
+        trace = made.run()
+        assert made.free_blocks == start
+    first, second = prompts
+    starts = {name: [step[0] for step in chunks].count(0) for name, chunks in trace.chunks.items()}
+    assert starts == {first: 1, second: 2}
+    reference = Reference(smollm2_torch, metric="l2", **SHAPE)
+    for name, prompt in prompts.items():
+        assert trace.outputs[name][0] == reference.replay(prompt, trace.chunks[name]), name
 
 
 def test_a_request_longer_than_the_pool(smollm2: str, smollm2_torch: Any, prose: Prose) -> None:

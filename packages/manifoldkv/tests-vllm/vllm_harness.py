@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ class Engine:
     def __init__(self, model: str, *, plugin: dict[str, Any] | None = None, **settings: Any) -> None:
         from vllm import LLM
 
+        _leave_the_imports_out_of_collections()
         extra = {} if plugin is None else {"additional_config": {"manifoldkv": plugin}}
         defaults = {
             "dtype": "float32",
@@ -130,6 +132,24 @@ def clean_up() -> None:
     gc.collect()
     cleanup_dist_env_and_memory()
     gc.collect()
+    gc.freeze()  # what is left was imported or cached by the engine, for good
+
+
+@functools.cache
+def _leave_the_imports_out_of_collections() -> None:
+    """Freeze the million objects of vLLM's modules, and keep them so.
+
+    Each engine collects garbage a dozen times from its start to its end, and vLLM melts its own frozen heap for that:
+    walking the modules each time takes longer than everything else an engine does here.
+    """
+    from vllm.v1.engine import core
+    from vllm.v1.worker import gpu_worker
+
+    gc.collect()
+    gc.freeze()
+    for module in (core, gpu_worker):
+        module.freeze_gc_heap = lambda: None  # would freeze the engine itself, which has to go at its end
+    gc.unfreeze = lambda: None
 
 
 @contextlib.contextmanager

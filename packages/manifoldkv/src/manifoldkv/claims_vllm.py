@@ -35,6 +35,7 @@ def check(ctx: ClaimContext) -> dict[str, Measurement]:
         "times the free blocks rose during one request": Measurement(rises),
         "tokens of the long request / tokens in the pool": Measurement(sum(long.tokens) / (_BLOCK * long.pool)),
         "most blocks of a request / bound": Measurement(together.peak_blocks / together.bound),
+        "preemptions": Measurement(together.preemptions),
     }
 
 
@@ -50,13 +51,15 @@ def engine_runs(ctx: ClaimContext) -> list[JobResult]:
     draw = random.Random(ctx.seed)
     mixed = [draw.sample(range(3, 2048), draw.randint(20, 400)) for _ in range(16)]
     long = [draw.sample(range(3, 2048), 1000)]
-    settings = {"block_size": _BLOCK, "max_model_len": 2048, "max_num_batched_tokens": 256, "skip_tokenizer_init": True}
+    settings = {"block_size": _BLOCK, "max_model_len": 2048, "skip_tokenizer_init": True}
     settings["kv_cache_memory_bytes"] = 256 << 20  # an upper limit only: the pool's size is given in blocks
     small = {**settings, "num_gpu_blocks_override": _POOL + 1}
     large = {**settings, "num_gpu_blocks_override": 16 * _POOL + 1, "max_num_seqs": 1}
+    # A prompt in chunks is compressed chunk by chunk, and under load the chunks depend on the other requests.
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
     jobs = [
-        Job(folder, mixed, 40, _PLUGIN, small),
-        Job(folder, mixed, 40, _PLUGIN, large),
-        Job(folder, long, 200, _PLUGIN, small),
+        Job(folder, mixed, 40, _PLUGIN, {**small, **whole}),
+        Job(folder, mixed, 40, _PLUGIN, {**large, **whole}),
+        Job(folder, long, 200, _PLUGIN, {**small, "max_num_batched_tokens": 256}),
     ]
     return [run_job(job, PYTHON) for job in ctx.track(jobs, "vLLM engines")]

@@ -73,9 +73,8 @@ def _builder(stock: Any) -> type:
             spec = self._manifoldkv
             if spec is None:
                 return super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
-            if common_prefix_len:
-                raise ValueError("manifoldkv can't serve cascade attention; turn it off with MANIFOLDKV_BUDGET=0")
             common, plan = metadata.compact(common_attn_metadata, spec.schedule, spec.scoring, spec.block_size)
+            # 0, whatever was given: no shared prefix is read apart (cascade attention, which is refused at start).
             built = super().build(0, common, fast_build, **kwargs)
             if plan is not None:
                 setattr(built, metadata.ATTRIBUTE, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from manifoldkv.integrations.vllm.schedule import Schedule
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+logger = logging.getLogger("vllm.manifoldkv")
 ATTRIBUTE = "manifoldkv_plan"
 
 
@@ -56,9 +58,13 @@ def compact(
     before = after - (ends[1 : len(after) + 1] - ends[: len(after)])
     done, due = (_events(schedule, counts) for counts in (before, after))
     _count_blocks(after, schedule.interval * done, block)
-    plan = None
-    if pending := _pending(common, ends, done, due):
-        plan = _plan(common, schedule, scoring, block, pending)
+    try:
+        pending = _pending(common, ends, done, due)
+        plan = _plan(common, schedule, scoring, block, pending) if pending else None
+    except Exception:  # noqa: BLE001 - serving goes on, as after a failed selection: the older tokens stay
+        metrics.worker.failures += 1
+        metrics.log_once(logger, "planning a step's evictions failed; the middle regions keep their older tokens")
+        plan = None
     if not done.any():
         return common, plan
     if common.causal is not True:

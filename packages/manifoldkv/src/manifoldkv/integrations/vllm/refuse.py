@@ -37,6 +37,7 @@ def _features(vllm_config: Any) -> list[str]:
         "decode context parallelism (--decode-context-parallel-size > 1)": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size > 1)": parallel.prefill_context_parallel_size > 1,
         f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})": is_quantized_kv_cache(cache.cache_dtype),
+        # vLLM 0.32 has none left: the flag is accepted with a warning and never reaches this field (0.33 drops both).
         "cascade attention (--no-disable-cascade-attn)": not getattr(model, "disable_cascade_attn", True),
         "reference sliding-window attention": getattr(model, "rswa_window", None) is not None,
         "bidirectional attention over multimodal prefixes": bool(getattr(model, "is_mm_prefix_lm", False)),
