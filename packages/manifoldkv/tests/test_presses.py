@@ -102,6 +102,21 @@ class TestLocalPress:
         with pytest.raises(ValueError, match=r"encoder-decoder: use manifoldkv\.compress"):
             press(tiny_bart).__enter__()
 
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_a_padded_batch_is_refused(self, attention, local, tiny, prompt):
+        """A press would score the padding, and the shorter cache would slide under the model's mask."""
+        model = tiny("llama")
+        usual = model.config._attn_implementation
+        model.set_attn_implementation(attention)
+        ids, mask = prompt(2, 30, pads=[0, 12])
+        try:
+            with local.ManifoldKVPress(0.5)(model), torch.no_grad():
+                with pytest.raises(ValueError, match=r"can't serve a padded batch; use manifoldkv\.compress"):
+                    model(ids, attention_mask=mask)
+                model(ids, attention_mask=torch.ones_like(mask))
+        finally:
+            model.set_attn_implementation(usual)
+
 
 class TestBothBases:
     """The same with kvpress's base, where it is installed."""

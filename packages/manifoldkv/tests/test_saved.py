@@ -20,6 +20,7 @@ from manifoldkv import KVConfig, ManifoldCache, compress
 transformers = pytest.importorskip("transformers")
 
 from manifoldkv.integrations.transformers import CacheFormatError  # noqa: E402
+from manifoldkv.integrations.transformers import saved as saved_module  # noqa: E402
 
 SMALL = {"metric": "l2", "n_sink": 2, "n_recent": 4}
 
@@ -199,6 +200,17 @@ class TestDamage:
                 refused += 1
         assert refused > 300
 
+    def test_any_damaged_byte_of_the_tensors(self, saved):
+        """A flipped bit in a key would change answers and nothing else."""
+        model, _, path = saved
+        whole = path.read_bytes()
+        start = 8 + struct.unpack("<Q", whole[:8])[0]
+        generator = torch.Generator().manual_seed(0)
+        for place in (start + torch.randperm(len(whole) - start, generator=generator)[:100]).tolist():
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(CacheFormatError, match="damaged"):
+                ManifoldCache.load(path, model.config)
+
     def test_foreign_safetensors(self, tiny, tmp_path):
         model = copy.deepcopy(tiny("llama"))
         model.save_pretrained(tmp_path)
@@ -225,7 +237,7 @@ class TestDamage:
         model, _, path = saved
         header = header_of(path)
         change(header)
-        save_file(load_file(path), path, metadata={"manifoldkv": json.dumps(header)})
+        forge(path, header)
         with pytest.raises(CacheFormatError):
             ManifoldCache.load(path, model.config)
 
@@ -243,8 +255,16 @@ class TestDamage:
         model, _, path = saved
         header = header_of(path)
         header["layers"][0]["choose"] = "anything"
-        save_file(load_file(path), path, metadata={"manifoldkv": json.dumps(header)})
+        forge(path, header)
         assert ManifoldCache.load(path, model.config).layers[0].choose is None
+
+
+def forge(path, header):
+    """Put another header into the file, with the checksum that belongs to it."""
+    tensors = load_file(path)
+    header.pop("digest")
+    header["digest"] = saved_module._digest(header, tensors)
+    save_file(tensors, path, metadata={"manifoldkv": json.dumps(header)})
 
 
 def header_of(path):

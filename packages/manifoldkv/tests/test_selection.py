@@ -99,6 +99,12 @@ class TestBadInput:
         with pytest.raises(TypeError, match=r"^n=.* must be an integer >= 0"):
             select(row(1.0), n)
 
+    def test_lists_are_not_tensors(self):
+        with pytest.raises(TypeError, match=r"scores must be a tensor of shape \[batch, heads, tokens\], not list"):
+            select([[[1.0, 2.0]]], 1)
+        with pytest.raises(TypeError, match=r"mask must be a tensor of shape \[batch, tokens\], not list"):
+            select(torch.zeros(1, 1, 2), 1, [[1, 1]])
+
     def test_mask_of_another_shape(self):
         with pytest.raises(ValueError, match=r"^mask has shape \(1, 3\), but the keys are of 1 rows and 2 tokens"):
             select(row(1.0, 2.0), 1, torch.ones(1, 3, dtype=torch.bool))

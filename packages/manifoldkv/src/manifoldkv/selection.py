@@ -138,12 +138,16 @@ def select_adaptive(
 
 def check_mask(mask: Tensor, batch: int, length: int) -> Bool[Tensor, "batch tokens"]:
     """``mask`` as bool, or ValueError where its shape isn't ``[batch, length]``."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a tensor of shape [batch, tokens], not {type(mask).__name__}")
     if mask.shape != (batch, length):
         raise ValueError(f"mask has shape {tuple(mask.shape)}, but the keys are of {batch} rows and {length} tokens")
     return mask.bool()
 
 
 def _check_scores(scores: Tensor) -> None:
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"scores must be a tensor of shape [batch, heads, tokens], not {type(scores).__name__}")
     if scores.ndim != 3:
         raise ValueError(f"scores must have shape [batch, heads, tokens], not {tuple(scores.shape)}")
     if scores.isnan().any():

@@ -74,11 +74,21 @@ class Press(ABC):
             return output
         if layer.keys.shape[2] != hidden_states.shape[1]:  # tokens were cached before this forward: not the prompt
             return output
+        _refuse_padding(kwargs.get("attention_mask"))
         attentions = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         if type(layer).__name__.endswith("QuantizedLayer"):
             raise ValueError("a quantised cache can't be compressed by a press; use a DynamicCache")
         layer.keys, layer.values = self.compress(module, hidden_states, layer.keys, layer.values, attentions, kwargs)
         return output
+
+
+def _refuse_padding(mask: Tensor | None) -> None:
+    """A press can't tell padding from tokens, and the shorter cache would slide under the model's 2-D mask."""
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
+        return
+    last = mask if mask.ndim == 2 else mask[:, :, -1]  # the last query attends all that isn't padding
+    if bool((last < 0).any() if last.is_floating_point() else (last == 0).any()):
+        raise ValueError("a press can't serve a padded batch; use manifoldkv.compress, or prompts of equal length")
 
 
 class LocalPress(Press):

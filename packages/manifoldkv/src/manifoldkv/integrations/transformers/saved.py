@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from manifoldkv.integrations.transformers.layer import ManifoldLayer
 if TYPE_CHECKING:
     from manifoldkv.integrations.transformers.cache import ManifoldCache
 
-FORMAT = "manifoldkv-cache-1"
+FORMAT = "manifoldkv-cache-2"
 _TENSORS = ("keys", "values", "positions", "pads", "padded", "front")
 _FULL = ("logical", "evictions", "metric_used", "_decode_budget")  # beside the tensors, of a compressed layer
 _SLIDING = ("cumulative_length",)
@@ -60,6 +62,7 @@ def save_cache(cache: ManifoldCache, path: str | Path) -> Path:
     header = {"format": FORMAT, "model": fingerprint(cache.model_config), "cfg": asdict(cache.cfg), "layers": layers}
     header["dtype"] = str(cache.layers[0].keys.dtype)
     header["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    header["digest"] = _digest(header, tensors)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"manifoldkv": json.dumps(header)})
     return Path(path)
@@ -148,7 +151,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CacheFormatError(f"{path} is a safetensors file, but not a cache saved by this version ({FORMAT})")
     if header.get("shapes") != {name: list(tensor.shape) for name, tensor in tensors.items()}:
         raise CacheFormatError(f"{path}: the saved cache is incomplete (tensors are missing or cut); save it again")
+    if header.pop("digest", None) != _digest(header, tensors):
+        raise CacheFormatError(f"{path} is damaged (its contents don't match their checksum); save the cache again")
     return header, tensors
+
+
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Checksum of all that a file says: a flipped bit in a key would otherwise change answers without a word."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        flat = tensors[name].detach().cpu().contiguous().flatten()
+        digest.update(f"{name} {flat.dtype}".encode())
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
 
 
 def _check_fits(
