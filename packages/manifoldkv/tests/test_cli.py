@@ -123,6 +123,14 @@ class TestDiagnose:
         _, found, _ = run("diagnose", tiny_folder, "--tokens", 300, "--dtype", "float32", "--json")
         assert found["tokens"] == 300
 
+    def test_no_more_tokens_than_the_model_takes(self, run, tiny_folder):
+        """Without the limit a slip of the finger would tokenise gigabytes."""
+        code, found, said = run("diagnose", tiny_folder, "--tokens", 10**9, "--dtype", "float32", "--json")
+        assert code == 0, said
+        context = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
+        assert found["tokens"] == context
+        assert f"calibrating on {context} tokens" in said
+
     def test_bad_input(self, run, tiny_folder, tmp_path):
         refuses(run("diagnose"), "model")
         refuses(run("diagnose", tmp_path / "nothing"), "no model", "local folder")
@@ -257,7 +265,7 @@ class TestEval:
         assert len(found["scores"]) == 5
 
     def test_bad_input(self, run, command, data, tmp_path):
-        refuses(run(*command, "--metric", "l3"), "metric='l3' is not one of")
+        refuses(run(*command, "--metric", "l3"), "--metric 'l3' is unknown", "cosine_mean", "calibrated", "snapkv")
         refuses(run(*command, "--ratio", 1.0), "compression_ratio=1.0 must be in [0, 1)")
         refuses(run(*command, "--metric", "snapkv", "--ratio", -0.1), "compression_ratio=-0.1")
         refuses(run(*command, "--window", 1), "window=1")

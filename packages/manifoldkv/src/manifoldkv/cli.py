@@ -167,12 +167,17 @@ def diagnose(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Run calibration text through the model and apply the rule of key geometry."""
     if args.tokens < 12:
         raise UserError(f"--tokens {args.tokens} is too few to diagnose; give 256 or more")
-    text = _read(args.text) if args.text else _NOISE * (args.tokens // 20 + 1)
+    text = _read(args.text) if args.text else None
     from icml26_shared import models
     from manifoldkv.geometry import diagnose as run
 
     model, tokenizer = models.load(args.model, dtype=args.dtype)
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.tokens]
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    tokens = args.tokens
+    if isinstance(context, int) and tokens > context:
+        ctx.note(f"--tokens {tokens} is beyond the model's context; calibrating on {context} tokens")
+        tokens = context
+    ids = tokenizer(text or _NOISE * (tokens // 20 + 1), return_tensors="pt").input_ids[:, :tokens]
     found = run(model, ids)
     columns = ["layer", "cv", "agree", "upper", "lower", "top-50 % overlap", "metric"]
     rows = [[index, *_numbers(layer)] for index, layer in enumerate(found.layers)]

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from icml26_shared.errors import UserError
 from manifoldkv import __version__
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from manifoldkv.eval import Setting
 
 FULL = "full"
+_OWN = "calibrated, snapkv"  # metrics of these commands beside those of KVConfig
 _DESCRIBES = ("protocol", "n_sink", "n_recent", "window", "dtype", "new_tokens")  # what results depend on
 
 
@@ -113,7 +114,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(args: argparse.Namespace, seed: int) -> dict[str, Setting]:
     """The settings to compare, by ``metric@ratio``, the full cache first."""
-    from manifoldkv.config import KVConfig
+    from manifoldkv.config import KVConfig, Metric
     from manifoldkv.eval import SnapKV
 
     found: dict[str, Setting] = {FULL: None}
@@ -127,6 +128,8 @@ def settings_of(args: argparse.Namespace, seed: int) -> dict[str, Setting]:
             own: dict[str, Any] = {"metric": metric}
             if metric == "calibrated":
                 own = {"metric": "decomposed", "rho0": "mean", "rho_x": "mean"}
+            elif metric not in get_args(Metric):
+                raise UserError(f"--metric {metric!r} is unknown; choose from {', '.join(get_args(Metric))}, {_OWN}")
             window = args.window if own["metric"] in ("auto", "l2", "cosine", "cosine_mean", "decomposed") else None
             found[f"{metric}@{ratio:g}"] = KVConfig(compression_ratio=ratio, window=window, **own, **common)
     return found
