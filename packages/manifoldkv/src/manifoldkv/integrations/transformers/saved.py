@@ -162,7 +162,7 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         flat = tensors[name].detach().cpu().contiguous().flatten()
         digest.update(f"{name} {flat.dtype}".encode())
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
