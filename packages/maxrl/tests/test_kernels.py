@@ -276,12 +276,7 @@ def test_empty_and_fully_clipped(small_blocks):
     assert not any(grad.any() for grad in grads)
 
 
-SPILLING = {  # with the reason in pyproject.toml
-    ("policy_loss grad_atomic bf16 bias and soft-cap", "gfx942"),
-    ("policy_loss grad_weight bf16 bias and soft-cap", "gfx942"),
-}
-
-
+@pytest.mark.slow  # 24 compilations
 def test_compile_ahead_of_time_without_spills():
     pytest.importorskip("triton")
     reports = aot.compile("maxrl")
@@ -289,7 +284,5 @@ def test_compile_ahead_of_time_without_spills():
     for report in reports:
         assert report.error == ""
         assert report.registers > 0
-        assert report.spills <= 6, report
-        if (report.name, report.target) not in SPILLING:
-            assert report.spills == 0, report
-            assert report.stack_bytes == 0, report
+        assert report.spills == 0, report
+        assert report.stack_bytes == 0, report

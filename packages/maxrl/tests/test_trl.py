@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from maxrl import MaxRLConfig, MaxRLTrainer, maxrl_advantages
 from maxrl.integrations.trl import MaxRLArguments, MaxRLMixin, patch
+from maxrl.off_policy import off_policy_advantages
 
 
 def watch(trainer):
@@ -339,6 +340,68 @@ def test_sequence_ratio_replaces_token_clipping(one_trainer):
     assert (got - expected).norm() / expected.norm() < 1e-5
 
 
+def test_self_normalised_ratios_over_micro_batches(tmp_path):
+    """A group is spread over the micro-batches; its normaliser is that of the current weights, in every one of them."""
+    trainer = trl_setup.trainer(
+        tmp_path,
+        reward=passed,
+        rollout=trl_setup.scripted_rollout,
+        off_policy="self_normalised",
+        loss_type="dr_grpo",
+        per_device_train_batch_size=4,
+        steps_per_generation=2,
+        gradient_accumulation_steps=2,
+        optim="sgd",
+        num_iterations=2,
+    )
+    rows = [row for row in trl_setup.dataset(2) for _ in range(4)]
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(rows)
+    rewards = torch.tensor(passed(["x"] * 8))
+    assert batch["advantages"].tolist() == maxrl_advantages(rewards, group_size=4, estimator="conditional").tolist()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    width, tokens = batch["completion_ids"].shape[1], batch["completion_mask"]
+
+    def log_probs():
+        return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0]
+
+    generator = torch.Generator().manual_seed(0)
+    batch["old_per_token_logps"] = log_probs().detach() - 0.3 * torch.randn(tokens.shape, generator=generator)
+    halves = [torch.tensor([0, 2, 5, 7]), torch.tensor([1, 3, 4, 6])]
+    trainer._buffered_inputs = [
+        {k: v[rows] if isinstance(v, torch.Tensor) and v.ndim else v for k, v in batch.items()} for rows in halves
+    ]
+    trainer.current_gradient_accumulation_steps = 2
+    for _ in range(2):  # again with other weights
+        trainer.model.zero_grad()
+        for half in trainer._buffered_inputs:
+            trainer._compute_loss(trainer.model, half).backward()
+        got = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+        trainer.model.zero_grad()
+        now = log_probs()
+        log_ratio = ((now.detach() - batch["old_per_token_logps"]) * tokens).sum(1)
+        a = off_policy_advantages(rewards, log_ratio, mode="self_normalised", group_size=4)
+        want = -(a * (now * tokens).sum(1)).sum() / (8 * trainer.max_completion_length)
+        want.backward()
+        expected = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+        assert (got - expected).norm() / expected.norm() < 1e-5
+        with torch.no_grad():
+            for p in trainer.model.parameters():
+                p += 0.02 * p.grad
+        trainer.state.global_step += 1
+
+
+def test_self_normalised_needs_no_other_estimator_and_trains(tmp_path):
+    trainer = trl_setup.trainer(
+        tmp_path, rollout=trl_setup.scripted_rollout, off_policy="self_normalised", num_iterations=2, max_steps=4
+    )
+    before = weights(trainer)
+    trainer.train()
+    assert (weights(trainer) - before).norm() > 1e-3
+    assert logged(trainer, "maxrl/effective_order") == [4, 4]  # two generations, two updates each
+
+
 @dataclass
 class RLOOWithMaxRL(MaxRLArguments, RLOOConfig):
     pass
@@ -418,8 +481,12 @@ def test_patch_an_existing_trainer(tmp_path):
         ({"order": 2}, "fixed order"),
         ({"reward_mode": "real"}, "reward_mode = 'real'"),
         ({"aux_weight": 0.1}, "name success_reward"),
-        ({"off_policy": "self_normalised"}, "needs whole groups"),
-        ({"off_policy": "replay"}, "choose None or 'behaviour'"),
+        ({"off_policy": "self_normalised", "estimator": "loo"}, "would ignore estimator = 'loo'"),
+        (
+            {"off_policy": "self_normalised", "aux_weight": 0.1, "success_reward": "passed"},
+            "cannot be mixed with aux_weight",
+        ),
+        ({"off_policy": "replay"}, "choose None, 'behaviour' or 'self_normalised'"),
     ],
 )
 def test_bad_settings(tmp_path, changes, message):

@@ -118,7 +118,7 @@ def check_digits(ctx: ClaimContext) -> Result:
         ]
     for name, estimator, n in (
         ("cross-entropy", "cross_entropy", 0),
-        ("MaxRL N=256", "maxrl", 256),
+        *((f"MaxRL N={n}", "maxrl", n) for n in (4, 16, 64, 256)),
         ("GRPO N=64", "grpo", 64),
         ("RLOO N=64", "rloo", 64),
     ):

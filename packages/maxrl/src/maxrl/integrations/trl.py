@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from icml26_shared.errors import require
+from maxrl import off_policy
 from maxrl.advantages import REWARD_MODES, group_statistics, maxrl_advantages
 from maxrl.estimators import check_order, effective_order, get_estimator
-from maxrl.integrations import trl_resume, trl_rows
+from maxrl.integrations import trl_off_policy, trl_resume, trl_rows
 
 _trl = require("trl", "trl")
 GRPOConfig, GRPOTrainer = _trl.GRPOConfig, _trl.GRPOTrainer
@@ -40,7 +41,9 @@ class MaxRLArguments:
         drop_zero_advantage: leave rollouts with advantage 0 out of forward and backward. The gradient stays the same;
             it is switched off, and said so once, where such rollouts have a gradient after all.
         off_policy: ``"behaviour"``: multiply the advantage by the sequence ratio pi/pi_old instead of clipping token
-            ratios.
+            ratios; the order is the estimator's, the pass rate in the weight the behaviour's. ``"self_normalised"``:
+            the advantage is ``N r_i rho_i / sum_j r_j rho_j``, consistent for ``grad log p`` of the current policy;
+            one more forward pass over the rollouts with a success in every update after the first of a generation.
         max_unscorable: stop when more rollouts than this could not be scored (NaN or None) in the run; default: never.
     """
 
@@ -52,7 +55,7 @@ class MaxRLArguments:
     success_reward: str | None = field(default=None, metadata={"help": "Reward function that defines success."})
     aux_weight: float = field(default=0.0, metadata={"help": "Weight of the other rewards' RLOO advantage."})
     drop_zero_advantage: bool = field(default=True, metadata={"help": "Skip rollouts with advantage 0."})
-    off_policy: str | None = field(default=None, metadata={"help": "None or 'behaviour'."})
+    off_policy: str | None = field(default=None, metadata={"help": "None, 'behaviour' or 'self_normalised'."})
     max_unscorable: int | None = field(default=None, metadata={"help": "Stop after this many unscorable rollouts."})
 
 
@@ -87,14 +90,21 @@ def _check_arguments(args: Any) -> None:
         raise ValueError(f"estimator {known.name!r} needs at least {known.min_group} generations per prompt, got {n}")
     if args.reward_mode not in REWARD_MODES:
         raise ValueError(f"reward_mode = {args.reward_mode!r}: choose one of {', '.join(REWARD_MODES)}")
+    if args.off_policy not in (None, *off_policy.MODES):
+        raise ValueError(f"off_policy = {args.off_policy!r}: choose None, 'behaviour' or 'self_normalised'")
     if args.off_policy == "self_normalised":
-        raise ValueError(
-            "off_policy = 'self_normalised' needs whole groups at once and a TRL micro-batch does not hold them: use "
-            "'behaviour', or maxrl.off_policy.off_policy_advantages in a loop of your own"
-        )
-    if args.off_policy not in (None, "behaviour"):
-        raise ValueError(f"off_policy = {args.off_policy!r}: choose None or 'behaviour'")
+        _check_self_normalised(args)
     _check_ignored(args)
+
+
+def _check_self_normalised(args: Any) -> None:
+    if args.estimator not in ("maxrl", "conditional"):
+        raise ValueError(
+            f"off_policy = 'self_normalised' is an estimator of its own and would ignore estimator = "
+            f"{args.estimator!r}: leave it at its default, or use off_policy = 'behaviour'"
+        )
+    if args.aux_weight != 0.0:
+        raise ValueError("off_policy = 'self_normalised' cannot be mixed with aux_weight: use off_policy = 'behaviour'")
 
 
 def _check_ignored(args: Any) -> None:
@@ -141,6 +151,9 @@ class MaxRLMixin:
         self._train_sampler: Any = None
         self._gathered_rewards: Tensor | None = None
         self._off_policy_inputs: dict[str, Any] | None = None
+        self._off_policy_scale: Tensor | None = None
+        self._log_scale: Tensor | None = None
+        self._log_scale_of: tuple[int, Any] = (-1, None)
         reason = trl_rows.why_keep(self) if self.args.drop_zero_advantage else None
         self._drops_rows = self.args.drop_zero_advantage and reason is None
         if reason is not None:
@@ -181,6 +194,8 @@ class MaxRLMixin:
         rows = output["advantages"].shape[0]
         start = self.accelerator.process_index * rows
         output["advantages"] = everywhere[start : start + rows].to(output["advantages"].device)
+        if mode == "train" and self.args.off_policy == "self_normalised":
+            output[trl_rows.GROUP] = torch.arange(start, start + rows, device=output["advantages"].device) // n
         log = self._logs["advantages"]
         for _ in range(min(len(log), everywhere.numel())):
             log.pop()
@@ -193,7 +208,7 @@ class MaxRLMixin:
         success, valid = self._success(rewards)
         if mode == "train":
             self._count_unscorable(valid)
-        known = get_estimator(args.estimator)
+        known = get_estimator("conditional" if args.off_policy == "self_normalised" else args.estimator)
         if n < known.min_group:  # evaluation with one generation a prompt: there is nothing to compare
             advantages = torch.zeros_like(success, dtype=torch.float32)
         else:
@@ -248,7 +263,9 @@ class MaxRLMixin:
         if self.args.reward_mode == "nonnegative":
             stats = group_statistics(success, group_size=n, valid=valid, threshold=torch.finfo(torch.float32).tiny)
         else:
-            true_order = effective_order(self.args.estimator, n, order)
+            # Self-normalised ratios are consistent for log p, and of order N where every ratio is 1.
+            name = "conditional" if self.args.off_policy == "self_normalised" else self.args.estimator
+            true_order = effective_order(name, n, order)
             if true_order is not None:
                 metrics["maxrl/effective_order"].append(float(true_order))
         metrics["maxrl/frac_groups_no_success"].append(stats.share_without_success)
@@ -259,30 +276,43 @@ class MaxRLMixin:
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         factor = 1.0
+        scale = self._self_normalising_scale(model, inputs)
         if self._drops_rows and self.model.training:
             inputs, factor, dropped = trl_rows.drop_dead_rows(self, inputs)
             self._metrics["train"]["maxrl/dropped_tokens"].append(dropped)
-        with self._off_policy(inputs) as seen:
+        with self._off_policy(inputs, scale) as seen:
             loss = super()._compute_loss(model, seen)  # type: ignore[misc]
         return loss if factor == 1.0 else loss * factor
 
+    def _self_normalising_scale(self, model: Any, inputs: dict[str, Any]) -> Tensor | None:
+        """Factor of each group under the current weights: computed once an update, for all micro-batches of the
+        generation together."""
+        if trl_rows.GROUP not in inputs:
+            return None
+        batches = self._buffered_inputs if self._buffered_inputs is not None else [inputs]
+        step, known = self._log_scale_of
+        if step != self.state.global_step or known is not batches:
+            self._log_scale = trl_off_policy.log_group_scale(self, model, batches)
+            self._log_scale_of = (self.state.global_step, batches)
+        return self._log_scale
+
     @contextmanager
-    def _off_policy(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _off_policy(self, inputs: dict[str, Any], scale: Tensor | None) -> Iterator[dict[str, Any]]:
         if self.args.off_policy is None:
             yield inputs
             return
-        self._off_policy_inputs = dict(inputs)
+        self._off_policy_inputs, self._off_policy_scale = dict(inputs), scale
         try:
             yield self._off_policy_inputs
         finally:
-            self._off_policy_inputs = None
+            self._off_policy_inputs = self._off_policy_scale = None
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
         if self._off_policy_inputs is not None:
             # TRL reads advantages and old log-probabilities after this call: from here on the token ratio is 1 and the
             # advantage carries the ratio of the whole sequence.
-            trl_rows.fold_sequence_ratio(self._off_policy_inputs, result[0].detach())
+            trl_off_policy.fold_sequence_ratio(self._off_policy_inputs, result[0].detach(), self._off_policy_scale)
         return result
 
     # -- resuming --------------------------------------------------------------------------------------------------
@@ -310,6 +340,8 @@ class MaxRLMixin:
     reward_weights: Tensor
     _metrics: Any
     _logs: Any
+    _buffered_inputs: Any
+    state: Any
 
 
 class MaxRLTrainer(MaxRLMixin, GRPOTrainer):  # type: ignore[misc, valid-type]

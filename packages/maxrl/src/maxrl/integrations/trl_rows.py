@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The prompt of each row, counted over all processes; put there for ``off_policy="self_normalised"``.
+GROUP = "maxrl_group"
+
 # What TRL 1.16 puts into a batch, by what its rows and columns are.
 _PER_COMPLETION_TOKEN = (
     "completion_ids",
@@ -18,7 +21,7 @@ _PER_COMPLETION_TOKEN = (
     "sampling_per_token_logps",
     "importance_sampling_ratio",
 )
-_PER_ROW = ("prompt_ids", "prompt_mask", "advantages", "old_logps", *_PER_COMPLETION_TOKEN)
+_PER_ROW = ("prompt_ids", "prompt_mask", "advantages", "old_logps", GROUP, *_PER_COMPLETION_TOKEN)
 _WHOLE_BATCH = ("num_items_in_batch",)
 
 _MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
@@ -97,26 +100,6 @@ def _loss_factor(trainer: Any, tokens: Tensor, keep: Tensor) -> float:
     if loss_type in _MEAN_OVER_TOKENS:
         return float(tokens[keep].sum().clamp(min=1) / tokens.sum().clamp(min=1))
     return keep.numel() / tokens.numel()
-
-
-def fold_sequence_ratio(inputs: dict[str, Any], logps: Tensor) -> None:
-    """Replace the advantage a by ``rho a`` with the sequence ratio rho, and the old log-probabilities by the current
-    ones."""
-    mask = inputs["completion_mask"]
-    if inputs.get("tool_mask") is not None:
-        mask = mask * inputs["tool_mask"]
-    if inputs.get("old_logps") is not None:  # RLOO: one number a sequence
-        current = (logps * mask).sum(dim=1)
-        log_ratio = current - inputs["old_logps"]
-        inputs["old_logps"] = current
-    else:
-        behaviour = inputs.get("sampling_per_token_logps")
-        behaviour = inputs.get("old_per_token_logps") if behaviour is None else behaviour
-        if behaviour is None:
-            return  # generation and update are in step: the ratio is 1
-        log_ratio = ((logps - behaviour) * mask).sum(dim=1)
-        inputs["old_per_token_logps"] = logps
-    inputs["advantages"] = inputs["advantages"] * torch.exp(log_ratio).to(inputs["advantages"].dtype)
 
 
 def _warn_once(trainer: Any, message: str) -> None:

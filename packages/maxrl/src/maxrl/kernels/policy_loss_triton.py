@@ -24,17 +24,21 @@ from maxrl.kernels.policy_loss_rows import LossSettings, Rows, row_loss
 
 tl = triton_language()
 
-# No spills on sm_80, sm_90 and gfx942, with every option on (`python -m icml26_shared.aot maxrl`).
+# No spills on sm_80, sm_90 and gfx942, plain and with every option on (`python -m icml26_shared.aot maxrl`).
 BLOCK_R, BLOCK_V, BLOCK_D, NUM_WARPS, NUM_STAGES = 64, 128, 32, 8, 2
+# With a bias, the kernels that sum its gradient have too few registers on gfx942 for tiles as deep as the others'.
+BLOCK_D_BIAS_GRADIENT = 16
 
 
 @jit
 def _logits_tile(  # type: ignore[no-untyped-def]
-    h_ptr, w_ptr, b_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap,
+    h_ptr, w_ptr, b_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_R, BLOCK_V) logits before the temperature, accumulated in float32."""
+    """(BLOCK_R, BLOCK_V) of y in ``logits = outer * y``: ``y = inner (H W^T + bias)``, and its tanh with a soft-cap.
+    Accumulated in float32. Two factors take the place of scale, cap and temperature, and no division by them is left:
+    on gfx942 divisions by numbers of the call cost scalar registers."""
     acc = tl.zeros((BLOCK_R, BLOCK_V), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -51,10 +55,10 @@ def _logits_tile(  # type: ignore[no-untyped-def]
         acc = tl.dot(h, w, acc, input_precision=PRECISION)
     if HAS_BIAS:
         acc += tl.load(b_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-    acc = acc * scale
+    acc = acc * inner
     if HAS_CAP:
         # tanh(x) = 1 - 2/(e^{2x} + 1): finite for every x in float32
-        acc = cap * (1.0 - 2.0 / (tl.exp(2.0 * acc / cap) + 1.0))
+        acc = 1.0 - 2.0 / (tl.exp(2.0 * acc) + 1.0)
     return acc
 
 
@@ -70,7 +74,7 @@ def _narrow_dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # type: ig
 @jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
     h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, logp_ptr, entropy_ptr,
-    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap, inv_t,
+    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner, outer,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, PRECISION: tl.constexpr, WIDEN:
     tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -84,8 +88,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     picked = tl.zeros((BLOCK_R,), tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = (start + tl.arange(0, BLOCK_V)).to(tl.int64)
-        z = inv_t * _logits_tile(
-            h_ptr, w_ptr, b_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap,
+        z = outer * _logits_tile(
+            h_ptr, w_ptr, b_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner,
             HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         picked += tl.sum(tl.where(cols[None, :] == target[:, None], z, 0.0), axis=1)
@@ -107,32 +111,31 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _gradient_tile(  # type: ignore[no-untyped-def]
     h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, slope_ptr, rows, cols,
-    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap, inv_t,
+    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner, outer,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradient by ``H W^T``: ``slope (1[v = target] - softmax)`` times the derivative of soft-cap, scale,
     temperature."""
-    z = _logits_tile(
-        h_ptr, w_ptr, b_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap,
+    y = _logits_tile(
+        h_ptr, w_ptr, b_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner,
         HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
     )  # fmt: skip
     inside = rows < R
     target = tl.load(target_ptr + rows, mask=inside, other=0)
     lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
     slope = tl.load(slope_ptr + rows, mask=inside, other=0.0)
-    p = tl.exp(z * inv_t - lse[:, None])
+    p = tl.exp(y * outer - lse[:, None])
     g = slope[:, None] * (tl.where(cols[None, :] == target[:, None], 1.0, 0.0) - p)
     if HAS_CAP:
-        ratio = z / cap
-        g = g * (1.0 - ratio * ratio)
-    return tl.where((cols[None, :] < V) & inside[:, None], g * (scale * inv_t), 0.0)
+        g = g * (1.0 - y * y)
+    return tl.where((cols[None, :] < V) & inside[:, None], g * (inner * outer), 0.0)
 
 
 @jit
 def _grad_hidden_kernel(  # type: ignore[no-untyped-def]
     h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, slope_ptr, grad_h_ptr,
-    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap, inv_t,
+    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner, outer,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +145,7 @@ def _grad_hidden_kernel(  # type: ignore[no-untyped-def]
         cols = (start + tl.arange(0, BLOCK_V)).to(tl.int64)
         g = _gradient_tile(
             h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, slope_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv,
-            stride_wd, scale, cap, inv_t, HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
+            stride_wd, inner, outer, HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         for start_d in range(0, D, BLOCK_D):
             d = start_d + tl.arange(0, BLOCK_D)
@@ -161,7 +164,7 @@ def _grad_hidden_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _grad_weight_kernel(  # type: ignore[no-untyped-def]
     h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, slope_ptr, grad_w_ptr, grad_b_ptr,
-    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap, inv_t,
+    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner, outer,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +175,7 @@ def _grad_weight_kernel(  # type: ignore[no-untyped-def]
         rows = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
         g = _gradient_tile(
             h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, slope_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv,
-            stride_wd, scale, cap, inv_t, HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
+            stride_wd, inner, outer, HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         if HAS_BIAS:
             bias_sum += tl.sum(g, axis=0)
@@ -194,7 +197,7 @@ def _grad_weight_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _grad_atomic_kernel(  # type: ignore[no-untyped-def]
     h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, slope_ptr, grad_h_ptr, grad_w_ptr, grad_b_ptr,
-    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, scale, cap, inv_t,
+    R, V, D, stride_hr, stride_hd, stride_wv, stride_wd, inner, outer,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     WANT_H: tl.constexpr, WANT_W: tl.constexpr, WANT_B: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -204,7 +207,7 @@ def _grad_atomic_kernel(  # type: ignore[no-untyped-def]
     cols = (tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     g = _gradient_tile(
         h_ptr, w_ptr, b_ptr, target_ptr, lse_ptr, slope_ptr, rows, cols, R, V, D, stride_hr, stride_hd, stride_wv,
-        stride_wd, scale, cap, inv_t, HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
+        stride_wd, inner, outer, HAS_BIAS, HAS_CAP, PRECISION, WIDEN, BLOCK_R, BLOCK_V, BLOCK_D,
     )  # fmt: skip
     if WANT_B:
         tl.atomic_add(grad_b_ptr + cols, tl.sum(g, axis=0), mask=cols < V)
@@ -241,10 +244,11 @@ class TritonForward:
 
 
 def _shared(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: LossSettings) -> tuple[list, dict]:
-    numbers = [
-        hidden.shape[0], weight.shape[0], hidden.shape[1], *hidden.stride(), *weight.stride(),
-        float(settings.logit_scale), float(settings.softcap or 1.0), 1.0 / settings.temperature,
-    ]  # fmt: skip
+    cap = settings.softcap
+    inner = settings.logit_scale / (settings.temperature if cap is None else cap)
+    outer = 1.0 if cap is None else cap / settings.temperature
+    shape = [hidden.shape[0], weight.shape[0], hidden.shape[1]]
+    numbers = [*shape, *hidden.stride(), *weight.stride(), float(inner), float(outer)]
     tf32 = hidden.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
     constants = {
         "HAS_BIAS": bias is not None,
@@ -326,6 +330,7 @@ def _launch_backward(
     settings: LossSettings,
 ) -> None:
     numbers, constants = _shared(hidden, weight, bias, settings)
+    shallow = constants | {"BLOCK_D": BLOCK_D if bias is None else BLOCK_D_BIAS_GRADIENT}
     inputs = (hidden, weight, weight if bias is None else bias, targets, lse, slope)
     row_blocks, tiles = -(-hidden.shape[0] // BLOCK_R), -(-weight.shape[0] // BLOCK_V)
     spare = lse  # stands for a gradient that is not wanted; never written
@@ -333,7 +338,7 @@ def _launch_backward(
         _grad_atomic_kernel[(row_blocks, tiles)](
             *inputs, spare if grad_h is None else grad_h, spare if grad_w is None else grad_w,
             spare if grad_b is None else grad_b, *numbers,
-            WANT_H=grad_h is not None, WANT_W=grad_w is not None, WANT_B=grad_b is not None, **constants,
+            WANT_H=grad_h is not None, WANT_W=grad_w is not None, WANT_B=grad_b is not None, **shallow,
         )  # fmt: skip
         return
     if grad_h is not None:
@@ -341,33 +346,34 @@ def _launch_backward(
     if grad_w is not None or grad_b is not None:
         w_sum = torch.zeros_like(weight, dtype=torch.float32) if grad_w is None else grad_w
         b_sum = torch.zeros_like(weight[:, 0], dtype=torch.float32) if grad_b is None else grad_b
-        _grad_weight_kernel[(tiles,)](*inputs, w_sum, b_sum, *numbers, **constants)
+        _grad_weight_kernel[(tiles,)](*inputs, w_sum, b_sum, *numbers, **shallow)
 
 
 def specs() -> list[KernelSpec]:
     """Default configurations in bfloat16, plain and with everything on."""
     strides = dict.fromkeys(("stride_hr", "stride_hd", "stride_wv", "stride_wd"), "i32")
-    numbers = {"R": "i32", "V": "i32", "D": "i32", **strides, "scale": "fp32", "cap": "fp32", "inv_t": "fp32"}
+    numbers = {"R": "i32", "V": "i32", "D": "i32", **strides, "inner": "fp32", "outer": "fp32"}
     base = {"h_ptr": "*bf16", "w_ptr": "*bf16", "b_ptr": "*bf16", "target_ptr": "*i64", "lse_ptr": "*fp32"}
     slope = {"slope_ptr": "*fp32"}
-    blocks = {"PRECISION": "tf32", "WIDEN": False, "BLOCK_R": BLOCK_R, "BLOCK_V": BLOCK_V, "BLOCK_D": BLOCK_D}
+    blocks = {"PRECISION": "tf32", "WIDEN": False, "BLOCK_R": BLOCK_R, "BLOCK_V": BLOCK_V}
     out = []
     for label, everything in (("plain", False), ("bias and soft-cap", True)):
-        flags: dict[str, Any] = {"HAS_BIAS": everything, "HAS_CAP": everything, **blocks}
+        flags: dict[str, Any] = {"HAS_BIAS": everything, "HAS_CAP": everything, **blocks, "BLOCK_D": BLOCK_D}
+        shallow = {"BLOCK_D": BLOCK_D_BIAS_GRADIENT} if everything else {}
         wants = {"WANT_H": True, "WANT_W": True, "WANT_B": everything}
         grads = {"grad_h_ptr": "*fp32", "grad_w_ptr": "*fp32", "grad_b_ptr": "*fp32"}
         for name, fn, pointers, extra in (
             ("forward", _forward_kernel, {"logp_ptr": "*fp32", "entropy_ptr": "*fp32"}, {"HAS_ENTROPY": everything}),
             ("grad_hidden", _grad_hidden_kernel, {**slope, "grad_h_ptr": "*fp32"}, {}),
-            ("grad_weight", _grad_weight_kernel, {**slope, "grad_w_ptr": "*fp32", "grad_b_ptr": "*fp32"}, {}),
-            ("grad_atomic", _grad_atomic_kernel, {**slope, **grads}, wants),
+            ("grad_weight", _grad_weight_kernel, {**slope, "grad_w_ptr": "*fp32", "grad_b_ptr": "*fp32"}, shallow),
+            ("grad_atomic", _grad_atomic_kernel, {**slope, **grads}, wants | shallow),
         ):
             out.append(
                 KernelSpec(
                     f"policy_loss {name} bf16 {label}",
                     fn,
                     {**base, **pointers, **numbers},
-                    {**extra, **flags},
+                    {**flags, **extra},
                     num_warps=NUM_WARPS,
                     num_stages=NUM_STAGES,
                     divisible_by_16=(
