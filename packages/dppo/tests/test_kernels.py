@@ -270,9 +270,8 @@ def test_loss_on_policy_empty_and_bad_input():
         packed_policy_loss(logps, T([2.0]), T([1.0]), T([0, 3]))
 
 
-def test_kernels_compile_ahead_of_time_without_spills_to_memory():
-    """One configuration here (the whole list: python -m icml26_shared.aot dppo). NVIDIA: no spilled register. AMD's
-    compiler parks a few scalar registers in lanes of vector registers, which shows as spills without any stack."""
+def test_kernels_compile_ahead_of_time_without_spills():
+    """The two that need most registers (the whole list: python -m icml26_shared.aot dppo)."""
     aot = pytest.importorskip("icml26_shared.aot")
     pytest.importorskip("triton")
     chosen = [spec for spec in AOT_SPECS() if "dk, dv bf16 D=64" in spec.name or "with KL" in spec.name]
@@ -280,9 +279,7 @@ def test_kernels_compile_ahead_of_time_without_spills_to_memory():
     assert len(reports) == 2 * len(chosen) == 4
     for report in reports:
         assert report.error == "", report
-        assert report.stack_bytes == 0, report
-        if report.target.startswith("sm"):
-            assert report.spills == 0, report
+        assert (report.spills, report.stack_bytes) == (0, 0), report
 
 
 def test_scale_default_is_one_over_root_dim():

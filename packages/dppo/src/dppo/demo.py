@@ -23,7 +23,7 @@ RUNS = {
     "GRESO": Recipe("greso"),
 }
 DIGITS = {"prompts": 128, "samples": 16, "optimizer": "sgd", "lr": 0.2, "clip": None, "evaluate_every": 25}
-ADDITION = {"prompts": 32, "samples": 16, "optimizer": "adamw", "lr": 1e-3, "clip": 1.0, "evaluate_every": 25}
+ADDITION = {"prompts": 32, "samples": 16, "optimizer": "adamw", "lr": 3e-4, "clip": 1.0, "evaluate_every": 25}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

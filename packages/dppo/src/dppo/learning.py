@@ -84,7 +84,7 @@ class Recipe:
     prompts: int = 32
     samples: int = 16
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 1e-3
+    lr: float = 3e-4
     clip: float | None = 1.0
     evaluate_every: int = 10
 

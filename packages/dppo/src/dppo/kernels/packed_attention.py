@@ -21,7 +21,7 @@ from icml26_shared.kernels import KernelSpec, Path, choose_path, interpreting, j
 
 tl: Any = triton_language()
 
-BLOCK_M, BLOCK_N = 64, 64
+BLOCK_M, BLOCK_N = 64, 32
 _LOG2E = 1.4426950408889634
 
 
@@ -140,16 +140,38 @@ def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @jit
+def _load_rows(pointer, rows, d, head, tokens, stride_t, stride_h, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile of rows of one head. Rows beyond the last token read the last one: `_visible` and causality keep what they
+    hold out of every sum, and no mask is needed."""
+    at = tl.minimum(rows, tokens - 1)[:, None].to(tl.int64) * stride_t + head * stride_h + d[None, :]
+    if DIM == BLOCK_D:
+        return tl.load(pointer + at)
+    return tl.load(pointer + at, mask=(d < DIM)[None, :], other=0.0)
+
+
+@jit
 def _scores(
-    q_tile, k_tile, rows, cols, own, begin, end, scale,
+    q_tile, k_tile, cols, own, length, begin, prefix, scale,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Masked scaled scores in units of log2. Rows beyond the last token come with own > row and begin = end: they see
-    nothing, and a row that exists sees no key beyond itself, so no bounds need checking here."""
+    """Masked scaled scores in units of log2, from `_visible`. A row sees no key beyond itself, so no bounds need
+    checking. start <= c < start + n is one unsigned comparison, c − start < n: a GPU whose masks live in scalar
+    registers runs out of them otherwise."""
     s = _dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST) * (scale * 1.4426950408889634)
-    r, c = rows[:, None], cols[None, :]
-    seen = ((c <= r) & (c >= own[:, None])) | ((c >= begin[:, None]) & (c < end[:, None]))
-    return tl.where(seen, s, float("-inf"))
+    c = cols[None, :]
+    within = (c - own[:, None]).to(tl.uint32, bitcast=True) < length[:, None].to(tl.uint32, bitcast=True)
+    before = (c - begin[:, None]).to(tl.uint32, bitcast=True) < prefix[:, None].to(tl.uint32, bitcast=True)
+    return tl.where(within | before, s, float("-inf"))
+
+
+@jit
+def _visible(arrays_ptr, rows, tokens):
+    """What each row sees: `length` keys from `own` on and `prefix` keys from `begin` on; none for rows beyond the last
+    token."""
+    at = tl.minimum(rows, tokens - 1)
+    own, begin = tl.load(arrays_ptr + at), tl.load(arrays_ptr + tokens + at)
+    prefix = tl.load(arrays_ptr + 2 * tokens + at) - begin
+    return own, tl.where(rows < tokens, rows - own + 1, 0), begin, tl.where(rows < tokens, prefix, 0)
 
 
 @jit
@@ -162,34 +184,28 @@ def _forward_kernel(
     block, head = tl.program_id(0), tl.program_id(1)
     rows, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     row_ok = rows < tokens
-    d_ok = d < DIM if DIM != BLOCK_D else tl.full((BLOCK_D,), True, tl.int1)
-    q_at = rows[:, None].to(tl.int64) * stride_qt + head * stride_qh + d[None, :]
-    q_tile = tl.load(q_ptr + q_at, mask=row_ok[:, None] & d_ok[None, :], other=0.0)
-    own = tl.load(arrays_ptr + rows, mask=row_ok, other=2147483647)
-    begin = tl.load(arrays_ptr + tokens + rows, mask=row_ok, other=0)
-    end = tl.load(arrays_ptr + 2 * tokens + rows, mask=row_ok, other=0)
+    q_tile = _load_rows(q_ptr, rows, d, head, tokens, stride_qt, stride_qh, DIM, BLOCK_D)
+    own, length, begin, prefix = _visible(arrays_ptr, rows, tokens)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for entry in range(tl.load(row_ptr + block), tl.load(row_ptr + block + 1)):
         cols = tl.load(blocks_ptr + entry) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_at = cols[:, None].to(tl.int64) * stride_kt + (head // REPEAT) * stride_kh + d[None, :]
-        ok = (cols < tokens)[:, None] & d_ok[None, :]
-        k_tile = tl.load(k_ptr + k_at, mask=ok, other=0.0)
-        s = _scores(q_tile, k_tile, rows, cols, own, begin, end, scale, PRECISION, UPCAST)
+        k_tile = _load_rows(k_ptr, cols, d, head // REPEAT, tokens, stride_kt, stride_kh, DIM, BLOCK_D)
+        s = _scores(q_tile, k_tile, cols, own, length, begin, prefix, scale, PRECISION, UPCAST)
         new_top = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(s - safe[:, None])
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(p, 1)
-        v_tile = tl.load(v_ptr + k_at, mask=ok, other=0.0)
+        v_tile = _load_rows(v_ptr, cols, d, head // REPEAT, tokens, stride_kt, stride_kh, DIM, BLOCK_D)
         acc = acc * shrink[:, None] + _dot(p.to(v_tile.dtype), v_tile, PRECISION, UPCAST)
         top = new_top
     total = tl.where(row_ok, total, 1.0)
     top = tl.where(row_ok, top, 0.0)
     o_at = rows[:, None].to(tl.int64) * stride_ot + head * stride_oh + d[None, :]
     out = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
-    tl.store(o_ptr + o_at, out, mask=row_ok[:, None] & d_ok[None, :])
+    tl.store(o_ptr + o_at, out, mask=row_ok[:, None] & (d < DIM)[None, :])
     tl.store(lse_ptr + head.to(tl.int64) * tokens + rows, (top + tl.log2(total)) / 1.4426950408889634, mask=row_ok)
 
 
@@ -203,29 +219,22 @@ def _backward_q_kernel(
     block, head = tl.program_id(0), tl.program_id(1)
     rows, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     row_ok = rows < tokens
-    d_ok = d < DIM if DIM != BLOCK_D else tl.full((BLOCK_D,), True, tl.int1)
-    tile_ok = row_ok[:, None] & d_ok[None, :]
-    q_at = rows[:, None].to(tl.int64) * stride_qt + head * stride_qh + d[None, :]
-    o_at = rows[:, None].to(tl.int64) * stride_ot + head * stride_oh + d[None, :]
-    q_tile = tl.load(q_ptr + q_at, mask=tile_ok, other=0.0)
-    do_tile = tl.load(do_ptr + o_at, mask=tile_ok, other=0.0)
-    own = tl.load(arrays_ptr + rows, mask=row_ok, other=2147483647)
-    begin = tl.load(arrays_ptr + tokens + rows, mask=row_ok, other=0)
-    end = tl.load(arrays_ptr + 2 * tokens + rows, mask=row_ok, other=0)
-    lse = tl.load(lse_ptr + head.to(tl.int64) * tokens + rows, mask=row_ok, other=0.0) * 1.4426950408889634
-    delta = tl.load(delta_ptr + head.to(tl.int64) * tokens + rows, mask=row_ok, other=0.0)
+    q_tile = _load_rows(q_ptr, rows, d, head, tokens, stride_qt, stride_qh, DIM, BLOCK_D)
+    do_tile = _load_rows(do_ptr, rows, d, head, tokens, stride_ot, stride_oh, DIM, BLOCK_D)
+    own, length, begin, prefix = _visible(arrays_ptr, rows, tokens)
+    saved_at = head.to(tl.int64) * tokens + tl.minimum(rows, tokens - 1)
+    lse, delta = tl.load(lse_ptr + saved_at) * 1.4426950408889634, tl.load(delta_ptr + saved_at)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for entry in range(tl.load(row_ptr + block), tl.load(row_ptr + block + 1)):
         cols = tl.load(blocks_ptr + entry) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_at = cols[:, None].to(tl.int64) * stride_kt + (head // REPEAT) * stride_kh + d[None, :]
-        ok = (cols < tokens)[:, None] & d_ok[None, :]
-        k_tile = tl.load(k_ptr + k_at, mask=ok, other=0.0)
-        v_tile = tl.load(v_ptr + k_at, mask=ok, other=0.0)
-        p = tl.exp2(_scores(q_tile, k_tile, rows, cols, own, begin, end, scale, PRECISION, UPCAST) - lse[:, None])
+        k_tile = _load_rows(k_ptr, cols, d, head // REPEAT, tokens, stride_kt, stride_kh, DIM, BLOCK_D)
+        v_tile = _load_rows(v_ptr, cols, d, head // REPEAT, tokens, stride_kt, stride_kh, DIM, BLOCK_D)
+        p = tl.exp2(_scores(q_tile, k_tile, cols, own, length, begin, prefix, scale, PRECISION, UPCAST) - lse[:, None])
         dp = _dot(do_tile, tl.trans(v_tile), PRECISION, UPCAST)
         ds = p * (dp - delta[:, None]) * scale
         acc += _dot(ds.to(k_tile.dtype), k_tile, PRECISION, UPCAST)
-    tl.store(dq_ptr + o_at, acc.to(dq_ptr.dtype.element_ty), mask=tile_ok)
+    o_at = rows[:, None].to(tl.int64) * stride_ot + head * stride_oh + d[None, :]
+    tl.store(dq_ptr + o_at, acc.to(dq_ptr.dtype.element_ty), mask=row_ok[:, None] & (d < DIM)[None, :])
 
 
 @jit
@@ -237,50 +246,44 @@ def _backward_kv_kernel(
 ):  # fmt: skip
     block, kv_head = tl.program_id(0), tl.program_id(1)
     cols, d = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    d_ok = d < DIM if DIM != BLOCK_D else tl.full((BLOCK_D,), True, tl.int1)
-    tile_ok = (cols < tokens)[:, None] & d_ok[None, :]
-    k_at = cols[:, None].to(tl.int64) * stride_kt + kv_head * stride_kh + d[None, :]
-    k_tile = tl.load(k_ptr + k_at, mask=tile_ok, other=0.0)
-    v_tile = tl.load(v_ptr + k_at, mask=tile_ok, other=0.0)
+    k_tile = _load_rows(k_ptr, cols, d, kv_head, tokens, stride_kt, stride_kh, DIM, BLOCK_D)
+    v_tile = _load_rows(v_ptr, cols, d, kv_head, tokens, stride_kt, stride_kh, DIM, BLOCK_D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     first, last = tl.load(column_ptr + block), tl.load(column_ptr + block + 1)
     for step in range(REPEAT * (last - first)):  # heads of the group one after the other: a fixed order of addition
         head = kv_head * REPEAT + step // (last - first)
         rows = tl.load(blocks_ptr + first + step % (last - first)) * BLOCK_M + tl.arange(0, BLOCK_M)
-        row_ok = rows < tokens
-        ok = row_ok[:, None] & d_ok[None, :]
-        q_at = rows[:, None].to(tl.int64) * stride_qt + head * stride_qh + d[None, :]
-        o_at = rows[:, None].to(tl.int64) * stride_ot + head * stride_oh + d[None, :]
-        q_tile = tl.load(q_ptr + q_at, mask=ok, other=0.0)
-        do_tile = tl.load(do_ptr + o_at, mask=ok, other=0.0)
-        own = tl.load(arrays_ptr + rows, mask=row_ok, other=2147483647)
-        begin = tl.load(arrays_ptr + tokens + rows, mask=row_ok, other=0)
-        end = tl.load(arrays_ptr + 2 * tokens + rows, mask=row_ok, other=0)
-        lse = tl.load(lse_ptr + head.to(tl.int64) * tokens + rows, mask=row_ok, other=0.0) * 1.4426950408889634
-        delta = tl.load(delta_ptr + head.to(tl.int64) * tokens + rows, mask=row_ok, other=0.0)
-        p = tl.exp2(_scores(q_tile, k_tile, rows, cols, own, begin, end, scale, PRECISION, UPCAST) - lse[:, None])
+        q_tile = _load_rows(q_ptr, rows, d, head, tokens, stride_qt, stride_qh, DIM, BLOCK_D)
+        do_tile = _load_rows(do_ptr, rows, d, head, tokens, stride_ot, stride_oh, DIM, BLOCK_D)
+        own, length, begin, prefix = _visible(arrays_ptr, rows, tokens)
+        saved_at = head.to(tl.int64) * tokens + tl.minimum(rows, tokens - 1)
+        lse, delta = tl.load(lse_ptr + saved_at) * 1.4426950408889634, tl.load(delta_ptr + saved_at)
+        p = tl.exp2(_scores(q_tile, k_tile, cols, own, length, begin, prefix, scale, PRECISION, UPCAST) - lse[:, None])
         dv += _dot(tl.trans(p.to(do_tile.dtype)), do_tile, PRECISION, UPCAST)
         dp = _dot(do_tile, tl.trans(v_tile), PRECISION, UPCAST)
         ds = p * (dp - delta[:, None]) * scale
         dk += _dot(tl.trans(ds.to(q_tile.dtype)), q_tile, PRECISION, UPCAST)
     g_at = cols[:, None].to(tl.int64) * stride_gt + kv_head * stride_gh + d[None, :]
+    tile_ok = (cols < tokens)[:, None] & (d < DIM)[None, :]
     tl.store(dk_ptr + g_at, dk.to(dk_ptr.dtype.element_ty), mask=tile_ok)
     tl.store(dv_ptr + g_at, dv.to(dv_ptr.dtype.element_ty), mask=tile_ok)
 
 
-def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
+def _constants(q: Tensor, k: Tensor, *, of_keys: bool = False) -> dict[str, Any]:
+    """Of the kernels that own a block of queries, or of the one that owns a block of keys. The blocks are the largest
+    that keep all scalars of gfx942 in registers, which hold the masks of a tile there."""
     dim = q.shape[2]
     return {
         "REPEAT": q.shape[1] // k.shape[1],
         "DIM": dim,
         "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
-        "BLOCK_M": BLOCK_M if dim <= 128 else BLOCK_M // 2,
-        "BLOCK_N": BLOCK_N if dim <= 64 else BLOCK_N // 2,
+        "BLOCK_M": BLOCK_M if dim <= 128 and not of_keys else BLOCK_M // 2,
+        "BLOCK_N": BLOCK_N,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "UPCAST": interpreting(),
         "num_warps": 4 if dim <= 64 else 8,
-        "num_stages": 2,
+        "num_stages": 1 if of_keys and dim <= 64 else 2,
     }
 
 
@@ -311,13 +314,15 @@ class _TritonAttention(torch.autograd.Function):
         dq = torch.empty_like(out)
         dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
         arrays = ctx.layout.token_arrays(q.device)
-        lists = ctx.layout.block_lists(constants["BLOCK_M"], constants["BLOCK_N"], q.device)
+        rows = ctx.layout.block_lists(constants["BLOCK_M"], constants["BLOCK_N"], q.device)[:2]
         strides = (*q.stride()[:2], *k.stride()[:2], *out.stride()[:2])
-        _backward_q_kernel[(len(lists[0]) - 1, q.shape[1])](
-            q, k, v, d_out, lse, delta, dq, arrays, *lists[:2], q.shape[0], ctx.scale, *strides, **constants
+        _backward_q_kernel[(len(rows[0]) - 1, q.shape[1])](
+            q, k, v, d_out, lse, delta, dq, arrays, *rows, q.shape[0], ctx.scale, *strides, **constants
         )
-        _backward_kv_kernel[(len(lists[2]) - 1, k.shape[1])](
-            q, k, v, d_out, lse, delta, dk, dv, arrays, *lists[2:], q.shape[0], ctx.scale,
+        constants = _constants(q, k, of_keys=True)
+        columns = ctx.layout.block_lists(constants["BLOCK_M"], constants["BLOCK_N"], q.device)[2:]
+        _backward_kv_kernel[(len(columns[0]) - 1, k.shape[1])](
+            q, k, v, d_out, lse, delta, dk, dv, arrays, *columns, q.shape[0], ctx.scale,
             *strides, *dk.stride()[:2], **constants,
         )  # fmt: skip
         return dq, dk, dv, None, None
@@ -328,8 +333,7 @@ def aot_specs() -> list[KernelSpec]:
     specs = []
     for dim in (64, 128):
         element = torch.empty(0, 4, dim, dtype=torch.bfloat16)
-        constants = _constants(element, element[:, :1])
-        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        of_queries, of_keys = (_constants(element, element[:, :1], of_keys=keys) for keys in (False, True))
         inputs = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16"}
         lists = {"arrays_ptr": "*i32", "row_ptr": "*i32", "blocks_ptr": "*i32", "tokens": "i32", "scale": "fp32"}
         strides = dict.fromkeys(("stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_ot", "stride_oh"), "i32")
@@ -338,16 +342,18 @@ def aot_specs() -> list[KernelSpec]:
         aligned = ("q_ptr", "k_ptr", "v_ptr", *strides)
         more = {"stride_gt": "i32", "stride_gh": "i32"}
         kernels = (
-            ("forward", _forward_kernel, inputs | {"o_ptr": "*bf16", "lse_ptr": "*fp32"} | lists | strides),
-            ("backward dq", _backward_q_kernel, inputs | saved | {"dq_ptr": "*bf16"} | lists | strides),
+            ("forward", _forward_kernel, of_queries, inputs | {"o_ptr": "*bf16", "lse_ptr": "*fp32"} | lists | strides),
+            ("backward dq", _backward_q_kernel, of_queries, inputs | saved | {"dq_ptr": "*bf16"} | lists | strides),
             (
                 "backward dk, dv",
                 _backward_kv_kernel,
+                of_keys,
                 inputs | saved | {"dk_ptr": "*bf16", "dv_ptr": "*bf16"} | columns | strides | more,
             ),
         )
-        specs += [
-            KernelSpec(f"packed attention {name} bf16 D={dim}", fn, signature, constants, warps, stages, aligned)
-            for name, fn, signature in kernels
-        ]
+        for name, fn, constants, signature in kernels:
+            constexprs = {key: value for key, value in constants.items() if not key.startswith("num_")}
+            launch = constants["num_warps"], constants["num_stages"]
+            label = f"packed attention {name} bf16 D={dim}"
+            specs.append(KernelSpec(label, fn, signature, constexprs, *launch, aligned))
     return specs
