@@ -1,0 +1,1 @@
+"""Models and harnesses that claims, demo and tests run on."""

@@ -1,0 +1,1 @@
+"""Plug-ins for host libraries; each module is imported by whoever uses that library."""
