@@ -91,6 +91,20 @@ def test_sixteen_bits(dtype, setting, monkeypatch):
         torch.testing.assert_close(ours.entropy, want.entropy, rtol=2e-2, atol=2e-2)
 
 
+def test_a_large_normaliser_loses_nothing_in_float16():
+    """Gradients of a long batch are below float16's smallest number until the loss scale brings them back."""
+    tensors, options = make(40, 129, 17, dtype=torch.float16, with_bias=True)
+    scale = 2.0**24
+    found = []
+    for normalizer, factor in ((1.0, 1.0), (scale, scale)):
+        leaves = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
+        (fused_policy_loss(**leaves, **options, normalizer=normalizer, path="cpu").loss * factor).backward()
+        found.append([leaf.grad for leaf in leaves.values()])
+    for plain, scaled in zip(*found, strict=True):
+        assert plain.any()
+        assert torch.equal(plain, scaled)
+
+
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
 def test_gradcheck(setting):
     # With old_logp = None the ratio is 1 whatever the parameters, so finite differences see nothing: give one here.

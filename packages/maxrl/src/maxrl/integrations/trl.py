@@ -43,7 +43,7 @@ class MaxRLArguments:
         off_policy: ``"behaviour"``: multiply the advantage by the sequence ratio pi/pi_old instead of clipping token
             ratios; the order is the estimator's, the pass rate in the weight the behaviour's. ``"self_normalised"``:
             the advantage is ``N r_i rho_i / sum_j r_j rho_j``, consistent for ``grad log p`` of the current policy;
-            one more forward pass over the rollouts with a success in every update after the first of a generation.
+            one more forward pass over the rollouts with a success in every update, where a generation serves several.
         max_unscorable: stop when more rollouts than this could not be scored (NaN or None) in the run; default: never.
     """
 

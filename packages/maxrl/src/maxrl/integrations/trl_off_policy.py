@@ -13,6 +13,8 @@ from torch import Tensor
 from maxrl.coefficients import ratio_or_zero
 from maxrl.integrations.trl_rows import GROUP
 
+_BEHAVIOUR = ("old_logps", "sampling_per_token_logps", "old_per_token_logps")
+
 
 def sequence_log_ratio(inputs: dict[str, Any], logps: Tensor) -> Tensor | None:
     """``log pi(z)/b(z)`` of each row, (B,), from the current token log-probabilities ``logps`` (B, L), or None when
@@ -55,13 +57,14 @@ def log_group_scale(trainer: Any, model: Any, batches: list[dict[str, Any]]) -> 
     for batch in batches:
         if batch.get("pixel_values") is not None:
             raise ValueError("off_policy = 'self_normalised' takes text only: use off_policy = 'behaviour' with images")
+        if all(batch.get(name) is None for name in _BEHAVIOUR):
+            return None
         live = batch["advantages"] != 0
         if not bool(live.any()):
             live[:1] = True  # every process makes as many forward passes
         rows = {k: v[live] for k, v in batch.items() if isinstance(v, Tensor) and v.shape[:1] == live.shape}
         log_ratio = sequence_log_ratio(rows, _log_probs(trainer, model, rows))
-        if log_ratio is None:
-            return None
+        assert log_ratio is not None  # the batch has the behaviour's log-probabilities, for the type checker
         ratios.append((rows[GROUP], rows["advantages"].double(), log_ratio.double()))
     group, a, log_ratio = (torch.cat(parts) for parts in zip(*ratios, strict=True))
     gather = trainer.accelerator.gather

@@ -107,15 +107,13 @@ def _one_chunk(
     slope = _record(chunk, logp, rows, settings, result)
     if not result.wants_gradients:
         return
-    # d logp / d logits = 1[v = target] - softmax, times the slope of the row.
-    grad = weights.mul_((-slope / total).unsqueeze(1))
-    grad.scatter_add_(1, rows.targets.unsqueeze(1), slope.unsqueeze(1))
+    # d logp / d logits = 1[v = target] - softmax. What is the same along a row (slope, total, scale) is left to the
+    # products, where it costs D numbers a row and not V.
+    grad = weights.scatter_add_(1, rows.targets.unsqueeze(1), -total.unsqueeze(1))
     if cap_slope is not None:
         grad.mul_(cap_slope)
-    factor = settings.logit_scale / settings.temperature
-    if factor != 1.0:
-        grad.mul_(factor)
-    _gradients(grad, slope != 0, chunk, hidden, weight, result)
+    factor = slope / total * (-settings.logit_scale / settings.temperature)
+    _gradients(grad, factor, chunk, hidden, weight, result)
 
 
 def _record(chunk: slice, logp: Tensor, rows: Rows, settings: LossSettings, result: ChunkedResult) -> Tensor:
@@ -181,13 +179,14 @@ def _one_chunk_16bit(
         return
     for tile in tiles:
         logits = _tile_logits(raw, bias, tile, settings)
-        grad = (logits - log_total.unsqueeze(1)).exp_().mul_(-slope.unsqueeze(1))
+        grad = (logits - log_total.unsqueeze(1)).exp_()
         inside = (rows.targets >= tile.start) & (rows.targets < tile.stop)
-        grad[inside, rows.targets[inside] - tile.start] += slope[inside]
+        grad[inside, rows.targets[inside] - tile.start] -= 1
         if settings.softcap is not None:
             grad.mul_(1 - (logits * settings.temperature / settings.softcap) ** 2)
-        raw[:, tile] = grad.mul_(settings.logit_scale / settings.temperature)
-    _gradients(raw, slope != 0, chunk, hidden, weight, result)
+        raw[:, tile] = grad
+    # The slopes, with their 1/Z, would push most of these numbers below the smallest of float16: they join later.
+    _gradients(raw, slope * (-settings.logit_scale / settings.temperature), chunk, hidden, weight, result)
 
 
 def _tile_logits(raw: Tensor, bias: Tensor | None, tile: slice, settings: LossSettings) -> Tensor:
@@ -195,24 +194,29 @@ def _tile_logits(raw: Tensor, bias: Tensor | None, tile: slice, settings: LossSe
 
 
 def _gradients(
-    grad: Tensor, active: Tensor, chunk: slice, hidden: Tensor, weight: Tensor, result: ChunkedResult
+    grad: Tensor, factor: Tensor, chunk: slice, hidden: Tensor, weight: Tensor, result: ChunkedResult
 ) -> None:
+    """Add the products of the gradient by the logits, ``factor`` (rows,) times ``grad`` (rows, V)."""
+    active = factor != 0
     whole = bool(active.all())
     if not whole:  # clipped rows have no gradient: leave them out of the products
-        grad, hidden = grad[active], hidden[active]
+        grad, hidden, factor = grad[active], hidden[active], factor[active]
     if grad.shape[0] == 0:
         return
     if result.grad_bias is not None:
-        result.grad_bias += grad.sum(0, dtype=result.grad_bias.dtype)
+        for tile in _chunks(weight.shape[0], _VOCABULARY_TILE):
+            result.grad_bias[tile] += factor @ grad[:, tile].to(factor.dtype)
     if result.grad_hidden is not None:
-        part = torch.mm(grad, weight)
+        part = torch.mm(grad, weight).to(factor.dtype).mul_(factor.unsqueeze(1))
         if whole:
             result.grad_hidden[chunk] = part
         else:
-            result.grad_hidden[chunk][active] = part.to(result.grad_hidden.dtype)
+            result.grad_hidden[chunk][active] = part
     if result.grad_weight is not None:
         if grad.dtype == result.grad_weight.dtype:
-            result.grad_weight.addmm_(grad.T, hidden)
+            result.grad_weight.addmm_(grad.T, hidden * factor.unsqueeze(1))
             return
+        largest = factor.abs().max()
+        scaled = (hidden * (factor / largest).unsqueeze(1)).to(grad.dtype)
         for tile in _chunks(weight.shape[0], _VOCABULARY_TILE):
-            result.grad_weight[tile] += torch.mm(grad[:, tile].T, hidden)
+            result.grad_weight[tile] += torch.mm(grad[:, tile].T, scaled).to(factor.dtype).mul_(largest)
