@@ -53,6 +53,8 @@ def main() -> None:
             print(f"setup: installing into {venv.name} (the first time takes a few minutes)", flush=True)
             if subprocess.run([*install, *_arguments(which)], cwd=ROOT, env=environment).returncode:
                 raise SystemExit(f"error: setting up {venv.name} failed; the lines above say why")
+            if which == "main":
+                _add_start_up_hook(venv)
         _write_stamp(venv, fingerprint)
 
 
@@ -127,11 +129,19 @@ def _make_venv(uv: str, environment: dict[str, str], venv: Path) -> None:
         raise SystemExit(f"error: could not make {venv.name} with {sys.executable}")
 
 
+def _add_start_up_hook(venv: Path) -> None:
+    """Lets torchvision be imported beside the CPU build of torch (see icml26_shared/torchvision_ops.py)."""
+    (folder,) = (venv / "lib").glob("python3.*/site-packages")
+    hook = ROOT / "tools" / "torchvision_hook.py"
+    (folder / f"icml26_{hook.name}").write_bytes(hook.read_bytes())
+    (folder / "icml26_torchvision.pth").write_text(f"import icml26_{hook.stem}\n", "utf-8")
+
+
 def _fingerprint(which: str) -> str:
     """A digest of all that decides what is installed."""
     digest = hashlib.sha256(which.encode())
     files = [ROOT / "constraints.txt", ROOT / "pyproject.toml", Path(__file__)]
-    files += sorted((ROOT / "tools").glob(f"{which}-*.txt"))
+    files += [ROOT / "tools" / "torchvision_hook.py", *sorted((ROOT / "tools").glob(f"{which}-*.txt"))]
     for member in members():
         files.append(member.folder / "pyproject.toml")
         digest.update(f"{member.folder.relative_to(ROOT)} {member.name} {member.version}\n".encode())

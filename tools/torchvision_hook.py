@@ -1,0 +1,18 @@
+"""Copied into `.venv` and imported at start-up there: the first look for torchvision declares its missing operators."""
+
+import sys
+
+
+class BeforeTorchvision:
+    """A finder that finds nothing."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)  # or the look for torchvision inside would come here again
+            from icml26_shared.torchvision_ops import declare_missing_operators
+
+            declare_missing_operators()
+        return None
+
+
+sys.meta_path.insert(0, BeforeTorchvision())
