@@ -165,6 +165,16 @@ class TestRulerGenerate:
             texts.append((tmp_path / folder / "vt" / "validation.jsonl").read_text())
         assert texts[0] == texts[1] != texts[2]
 
+    def test_a_place_that_cannot_be_written_is_refused_before_the_work(self, run, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("in the way")
+        monkeypatch.setattr(
+            "icml26_shared.evaluation.ruler.generate", lambda *_, **__: pytest.fail("samples were made")
+        )
+        refuses(
+            run("ruler", "generate", "--task", "niah_single_1", "--length", 200, "-o", tmp_path / "file" / "data"),
+            f"cannot write into {tmp_path / 'file'}; give a folder",
+        )
+
     def test_an_essay_task_with_a_haystack_of_ones_own(self, run, tiny_folder, words, tmp_path):
         common = ("ruler", "generate", "--task", "niah_single_2", "--length", 330, "--num-samples", 1)
         code, _, said = run(*common, "--tokenizer", tiny_folder, "--haystack", words, "--out", tmp_path / "out")

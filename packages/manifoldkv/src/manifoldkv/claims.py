@@ -114,7 +114,10 @@ def _by_cell(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def check_light_compression(ctx: ClaimContext) -> Result:
-    """At 20 % removed, ``auto`` against the full cache and against cosine."""
+    """At 20 % removed, ``auto`` against the full cache and against cosine.
+
+    Where ``auto`` chooses cosine, as on SmolLM2, the last part of the rule compares like with like and cannot fail.
+    """
     rows = _answers(ctx, [*SINGLE, *MULTI])
     everything = (*SINGLE, *MULTI)
     measured = {
@@ -446,7 +449,13 @@ CLAIMS: list[Claim] = [
         "abstract",
         Rule("windowed − global", ">=", 0.3),
         "a GPU with 80 GiB and a 7-8B model with a 64K context",
-        _GENERATE.format(task="niah_multikey_1", length=65536) + "; " + _EVAL + " --window 4096",
+        "; ".join(
+            (
+                _GENERATE.format(task="niah_multikey_1", length=65536),
+                _EVAL.replace("results", "global"),
+                _EVAL.replace("results", "windowed") + " --window 4096",
+            )
+        ),
     ),
     _elsewhere(
         "ruler-16k",
@@ -462,7 +471,8 @@ CLAIMS: list[Claim] = [
         "public summary of the paper",
         Rule("l2 − best baseline", ">", 0.0),
         "a GPU with 24 GiB, Qwen3-8B and the LongBench files",
-        "manifoldkv longbench --model PATH --data DIR --metric l2 cosine --ratio 0.5 -o longbench.jsonl",
+        "manifoldkv longbench --model PATH --data DIR --metric l2 cosine knorm snapkv streaming --ratio 0.5 "
+        "-o longbench.jsonl",
     ),
     _elsewhere(
         "helmet-infinitebench",

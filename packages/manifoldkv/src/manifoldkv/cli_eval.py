@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ def ruler_generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     if args.task not in tasks.TASKS:
         raise UserError(f"--task {args.task!r} is unknown; choose from {', '.join(tasks.TASKS)}")
     _at_least_one(args, "num_samples")
+    path = Path(args.folder or ctx.out) / args.task / "validation.jsonl"
+    _require_writable(path.parent)
     tokenizer = _tokenizer(args.tokenizer)
     with ctx.progress(args.task, args.num_samples) as bar:
         samples = tasks.generate(
@@ -50,12 +53,18 @@ def ruler_generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
             args.haystack,
             progress=lambda: bar.advance(1),
         )
-    path = Path(args.folder or ctx.out) / args.task / "validation.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     tasks.write_jsonl(path, samples)
     longest = max(sample.length for sample in samples)
     ctx.say(f"{len(samples)} samples of {args.task}, at most {longest} of {args.length} tokens: {path}")
     return {"path": str(path), "samples": len(samples), "longest": longest}
+
+
+def _require_writable(folder: Path) -> None:
+    """Says so before the work is done; makes nothing, since the work may yet fail."""
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"-o {folder.parent}: cannot write into {there}; give a folder that can be written to")
 
 
 def _tokenizer(name: str) -> Any:
