@@ -77,3 +77,51 @@ def scripted_rollout(prompts, trainer):
         length = 1 + (3 * place + digit) % 5
         completions.append([4 + (7 * place + 3 * digit + step) % 10 for step in range(length)])
     return {"prompt_ids": [words(p)["input_ids"] for p in prompts], "completion_ids": completions, "logprobs": None}
+
+
+def watch(trainer):
+    """Keep every batch that `_generate_and_score_completions` returns and every one the loss is called with."""
+    scored, losses = [], []
+    score, loss = trainer._generate_and_score_completions, trainer._compute_loss
+
+    def keep_score(inputs):
+        batch = score(inputs)
+        scored.append((trainer.model.training, {k: v.clone() for k, v in batch.items() if v is not None}))
+        return batch
+
+    def keep_loss(model, inputs):
+        losses.append({k: v.clone() for k, v in inputs.items() if v is not None})
+        return loss(model, inputs)
+
+    trainer._generate_and_score_completions, trainer._compute_loss = keep_score, keep_loss
+    return scored, losses
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def logged(trainer, name):
+    return [float(h[name]) for h in trainer.state.log_history if name in h]
+
+
+def scored_batch(trainer):
+    trainer.model.train()
+    rows = [row for row in dataset(2) for _ in range(4)]
+    batch = trainer._generate_and_score_completions(rows)
+    batch["advantages"][:4] = 0  # one prompt of the two is dead, and one rollout of the other
+    batch["advantages"][6] = 0
+    batch["advantages"][[4, 5, 7]] = torch.tensor([2.0, -1.0, -1.0])
+    trainer.current_gradient_accumulation_steps = 1
+    return batch
+
+
+def gradient(trainer, batch):
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+
+def passed(completions, **_):
+    return [float(i % 2) for i in range(len(completions))]
