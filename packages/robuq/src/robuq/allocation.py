@@ -190,7 +190,9 @@ def _budget(cost: np.ndarray, bits: Sequence[int], avg_bits: float) -> float:
 
 def _average(cost: np.ndarray, bits: Sequence[int], spent: float) -> float:
     totals = cost.sum(0)
-    return float(np.interp(spent, totals, bits)) if (np.diff(totals) > 0).all() else math.nan
+    if not (np.diff(totals) > 0).all():
+        return math.nan
+    return round(float(np.interp(spent, totals, bits)), 12)  # the interpolation's rounding must not pass the budget
 
 
 def solve(value: np.ndarray, cost: np.ndarray, budget: float) -> tuple[list[int], bool]:

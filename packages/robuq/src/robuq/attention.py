@@ -43,8 +43,8 @@ def unsigned8(p: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
 
 def quantised_attention(
     query: Float[Tensor, "*batch q d"],
-    key: Float[Tensor, "*batch k d"],
-    value: Float[Tensor, "*batch k v"],
+    key: Float[Tensor, "*groups k d"],
+    value: Float[Tensor, "*groups k v"],
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -84,11 +84,10 @@ class QuantisedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class AttentionBits(nn.Module):
+class AttentionBits:
     """Hooks that put a model's forward passes under :class:`QuantisedAttention`; ``bits=None`` switches it off."""
 
     def __init__(self, bits: int | None) -> None:
-        super().__init__()
         self.bits = bits
         self._modes: list[QuantisedAttention] = []
         self._warned = False
@@ -106,7 +105,7 @@ class AttentionBits(nn.Module):
             return
         mode = self._modes.pop()
         mode.__exit__(None, None, None)
-        if not mode.calls and not self._warned:
+        if not mode.calls and not self._warned and output is not None:  # None: the forward pass raised
             self._warned = True
             warnings.warn(
                 "attn_bits=8 had no effect: the model calls no F.scaled_dot_product_attention; load it "
@@ -126,7 +125,7 @@ def install_attention_bits(model: nn.Module, bits: int | None) -> AttentionBits:
     hooks = getattr(model, NAME, None)
     if not isinstance(hooks, AttentionBits):
         hooks = AttentionBits(bits)
-        model.add_module(NAME, hooks)
+        setattr(model, NAME, hooks)
         model.register_forward_pre_hook(hooks.enter)
         model.register_forward_hook(hooks.leave, always_call=True)
     hooks.bits = bits

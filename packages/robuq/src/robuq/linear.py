@@ -167,6 +167,7 @@ class RobuQLinear(Rotated):
             return None
         return _round_bfloat16(self.A), _round_bfloat16(self.B)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba's kernels cannot be traced: a graph break here
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch out"]:
         """``Qa(x') Qw(W')^T + (x' A^T) B^T + c``, of x's dtype (autocast's, where that is on)."""
         flat, branch = self.flat(x), self.branch()

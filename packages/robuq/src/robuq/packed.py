@@ -96,6 +96,7 @@ class PackedLinear(Rotated):
             made.bias = layer.bias.detach().clone()
         return made.train(layer.training)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba's kernels cannot be traced: a graph break here
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch out"]:
         """``d_t alpha_j (sum_i k_ti T_ji + z r_j) + (x' A^T) B^T + c``, in x's dtype."""
         flat = self.flat(x)

@@ -39,7 +39,9 @@ CANARY = {"codes": [1, 0, 1, -1, -1, -1, 0, 1], "bytes": "2690"}
 Factory = Callable[[], nn.Module]
 
 
-def save_model(model: nn.Module, folder: str | Path, *, shard_bytes: int = 5 << 30) -> Path:
+def save_model(
+    model: nn.Module, folder: str | Path, *, shard_bytes: int = 5 << 30, host: Mapping[str, Any] | None = None
+) -> Path:
     """Write a quantised model; trainable layers are packed on the way, the model itself is not changed.
 
     The description is written last, so that a folder with one is whole.
@@ -48,6 +50,7 @@ def save_model(model: nn.Module, folder: str | Path, *, shard_bytes: int = 5 << 
         model: with at least one quantised layer.
         folder: made if need be.
         shard_bytes: larger models are split into files of about this size.
+        host: which library makes the model, and how, e.g. ``{"library": "timm", "name": "vit_tiny_patch16_224"}``.
 
     Raises:
         ValueError: nothing in the model is quantised.
@@ -59,6 +62,8 @@ def save_model(model: nn.Module, folder: str | Path, *, shard_bytes: int = 5 << 
     tensors, tied = _tensors(model, layers)
     described = describe(model)
     described["tied"] = tied
+    if host is not None:
+        described["host"] = dict(host)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DESCRIPTION).unlink(missing_ok=True)
     _write_tensors(folder, tensors, shard_bytes)
@@ -223,7 +228,7 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
         raise RobuqFormatError(f"{where}: version is {described.get('version')!r}, this release reads {VERSION}")
     canary = described.get("canary", {})
     try:
-        packed = torch.tensor([list(bytes.fromhex(canary["bytes"]))], dtype=torch.uint8)
+        packed = torch.tensor([list(bytes.fromhex(canary["bytes"]))], dtype=torch.uint8, device="cpu")
         right = unpack_ternary(packed, len(canary["codes"]))[0].tolist() == canary["codes"]
     except (KeyError, TypeError, ValueError):
         right = False

@@ -106,17 +106,22 @@ def replace_modules(model: nn.Module, convert: Callable[[str, nn.Module], nn.Mod
 
     A module that stands in several places is converted under its first name.
     """
-    made: dict[int, tuple[nn.Module, nn.Module | None]] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if id(module) not in made:
-            made[id(module)] = (module, convert(name, module))
-        replacement = made[id(module)][1]
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(name)
+    inside: tuple[str, ...] = ()
+    for names in list(places.values()):
+        if names[0].startswith(inside):
+            continue  # part of a module that has been replaced
+        replacement = convert(names[0], model.get_submodule(names[0]))
         if replacement is None:
             continue
-        if name == "":
+        if names[0] == "":
             return replacement
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, replacement)
+        inside = (*inside, f"{names[0]}.")
+        for name in names:  # at once, so that the replaced module is freed before the next one is converted
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, replacement)
     return model
 
 

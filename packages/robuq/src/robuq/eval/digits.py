@@ -146,6 +146,7 @@ class Judge(nn.Module):
 
 
 @lru_cache(maxsize=1)
+@torch.enable_grad()
 def judge() -> Judge:
     """The CNN, trained for 400 steps with seed 0."""
     state = torch.get_rng_state()
@@ -165,7 +166,12 @@ def judge() -> Judge:
 def judge_samples(model: nn.Module, count: int = 300, steps: int = 25, seed: int = 0) -> dict[str, float]:
     """Frechet distance of features to all digits, and accuracy on the classes asked for."""
     labels = torch.arange(count) % 10
-    images = sample(model, labels, steps=steps, seed=seed)
+    return judge_images(sample(model, labels, steps=steps, seed=seed), labels)
+
+
+@torch.no_grad()
+def judge_images(images: Tensor, labels: Tensor) -> dict[str, float]:
+    """The same for images that are there."""
     seen = judge()
     accuracy = float((seen(images).argmax(1) == labels).float().mean())
     return {"fd": frechet_distance(seen.body(digits()[0]).numpy(), seen.body(images).numpy()), "accuracy": accuracy}

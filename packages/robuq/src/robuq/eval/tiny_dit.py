@@ -8,6 +8,7 @@ with classifier-free guidance.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -124,19 +125,33 @@ class PatchEmbed(nn.Module):
 
 
 class TinyDiT(nn.Module):
-    """``model(x, t, y)`` predicts the noise in images [b, 1, 8, 8] at steps t [b] of classes y [b] (10: no class)."""
+    """``model(x, t, y)`` predicts the noise in images [b, c, h, w] at steps t [b] of classes y [b] (last: no class).
+
+    The defaults are the tiny model on digits; with DiT's own sizes it reads DiT's own checkpoints
+    (:func:`dit_factory`).
+    """
 
     def __init__(
-        self, size: int = 8, patch: int = 2, dim: int = 64, depth: int = 3, heads: int = 4, classes: int = 10
+        self,
+        size: int = 8,
+        patch: int = 2,
+        dim: int = 64,
+        depth: int = 3,
+        heads: int = 4,
+        classes: int = 10,
+        channels: int = 1,
+        out_channels: int | None = None,
+        frequencies: int = 64,
     ) -> None:
         super().__init__()
         self.patch, self.grid, self.classes = patch, size // patch, classes
-        self.x_embedder = PatchEmbed(1, patch, dim)
-        self.t_embedder = TimestepEmbedder(dim)
+        self.channels, self.out_channels = channels, out_channels or channels
+        self.x_embedder = PatchEmbed(channels, patch, dim)
+        self.t_embedder = TimestepEmbedder(dim, frequencies)
         self.y_embedder = LabelEmbedder(classes, dim, 0.1)
         self.pos_embed = nn.Parameter(torch.zeros(1, self.grid**2, dim))
         self.blocks = nn.ModuleList([Block(dim, heads) for _ in range(depth)])
-        self.final_layer = FinalLayer(dim, patch * patch)
+        self.final_layer = FinalLayer(dim, patch * patch * self.out_channels)
         nn.init.normal_(self.pos_embed, std=0.02)
         zeroed = [block.adaLN_modulation[1] for block in self.blocks]
         for layer in [*zeroed, self.final_layer.adaLN_modulation[1], self.final_layer.linear]:
@@ -149,9 +164,31 @@ class TinyDiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y)
         for block in self.blocks:
             tokens = block(tokens, c)
-        p, g = self.patch, self.grid
-        patches = self.final_layer(tokens, c).reshape(-1, g, g, p, p)
-        return patches.permute(0, 1, 3, 2, 4).reshape(-1, 1, g * p, g * p)  # type: ignore[no-any-return]
+        p, g, channels = self.patch, self.grid, self.out_channels
+        patches = self.final_layer(tokens, c).reshape(-1, g, g, p, p, channels)
+        return patches.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, g * p, g * p)  # type: ignore[no-any-return]
+
+
+def dit_factory(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[], TinyDiT]:
+    """A function that makes the model of a DiT checkpoint, its sizes read from the shapes of its tensors.
+
+    Heads are not among these: width 1152 has 16, other widths have heads of 64, and below 256 of 16.
+
+    Raises:
+        ValueError: these are not the tensors of a DiT.
+    """
+    try:
+        dim, channels, patch, _ = shapes["x_embedder.proj.weight"]
+        tokens = shapes["pos_embed"][1]
+        classes = shapes["y_embedder.embedding_table.weight"][0] - 1
+        frequencies = shapes["t_embedder.mlp.0.weight"][1]
+        out_channels = shapes["final_layer.linear.weight"][0] // patch**2
+    except (KeyError, ValueError, IndexError) as error:
+        raise ValueError(f"this is no checkpoint of a DiT: {type(error).__name__} {error}") from None
+    depth = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")), default=-1)
+    heads = 16 if dim == 1152 else dim // (64 if dim >= 256 else 16)
+    size = math.isqrt(tokens) * patch
+    return lambda: TinyDiT(size, patch, dim, depth, max(heads, 1), classes, channels, out_channels, frequencies)
 
 
 def alphas_bar() -> Tensor:

@@ -24,8 +24,8 @@ def load_pretrained(folder: str | Path, model_factory: Factory | None = None) ->
 
     Args:
         folder: the folder.
-        model_factory: makes the unquantised model. None: the folder's ``config.json`` names a class of transformers or
-            diffusers.
+        model_factory: makes the unquantised model. None: ``robuq.json`` names a model of timm, or the folder's
+            ``config.json`` a class of transformers or diffusers.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -33,6 +33,11 @@ def load_pretrained(folder: str | Path, model_factory: Factory | None = None) ->
     """
     folder = Path(folder)
     described = read_description(folder)
+    if model_factory is None and described.get("host", {}).get("library") == "timm":
+        from robuq.integrations.timm import timm_factory
+
+        host = described["host"]
+        model_factory = timm_factory(host["name"], **host.get("settings", {}))
     return load_model(folder, model_factory or host_factory(folder, described.get("class")))
 
 

@@ -14,8 +14,8 @@ from robuq.kernels.cpu_vector import has_avx2, tile_1x4, tile_4x2
 from robuq.kernels.threads import over_rows
 
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True}
-_BLOCK = 128  # weights of one vector of packed bytes
 _TOKENS = 16  # tokens whose codes stay in the first cache while the weights stream by
+_ROWS = 64  # outputs whose sums wait for their scales, so that these are applied a vector at a time
 
 
 def available() -> bool:
@@ -43,66 +43,66 @@ def _line_up(codes, lined):  # type: ignore[no-untyped-def]
 
 
 @njit(**_OPTIONS)
-def _product(codes, d, z, packed, alpha, rowsum, y, start, stop, first_row, last_row):  # type: ignore[no-untyped-def]
-    """Tokens ``start`` to ``stop`` against rows ``first_row`` to ``last_row``."""
+def _product(codes, d, z, packed, alpha, rowsum, bias, y, start, stop, first_row, last_row):  # type: ignore[no-untyped-def]
+    """Tokens ``start`` to ``stop`` against rows ``first_row`` to ``last_row``; an empty ``bias`` counts as zeros."""
     n, length, out = codes.shape[1], packed.shape[1], packed.shape[0]
     vectors = (n + 127) // 128
-    lined = np.zeros((_TOKENS, vectors * 128), np.int8)
-    sums, found = np.zeros(_TOKENS, np.int32), np.empty(8, np.int32)
-    # A vector may reach beyond the end of its row, where codes are zero: fine but for the last rows, which are copied.
-    spare = vectors * 32 - length
-    tail = 4 * ((spare // max(length, 1)) + 2)
-    safe = max(0, out - tail) // 4 * 4
-    end = np.zeros((out - safe + 4, length), np.uint8)
-    end[: out - safe] = packed[safe:]
-    guard = np.zeros(end.size + 32 * (vectors + 1), np.uint8)
-    guard[: end.size] = end.ravel()
     stride = vectors * 128
+    lined = np.zeros((_TOKENS, stride), np.int8)
+    code_sums, sums = np.zeros(_TOKENS, np.int32), np.empty((_TOKENS, _ROWS), np.int32)
+    # A vector may reach beyond the end of its row, where codes are zero: fine but for the last rows, which are copied.
+    tail = 4 * ((vectors * 32 - length) // max(length, 1) + 2)
+    safe = max(0, out - tail) // 4 * 4
+    guard = np.zeros((out - safe + 4) * length + 32 * (vectors + 1), np.uint8)
+    guard[: (out - safe) * length] = packed[safe:].ravel()
     for base in range(start, stop, _TOKENS):
         count = min(_TOKENS, stop - base)
         for t in range(count):
-            sums[t] = _line_up(codes[base + t], lined[t])
-        quads = count // 4 * 4 if count >= 3 else 0
-        if count - quads == 3:
-            quads += 4  # one token of the tile is left over from before, and not read
-        for row in range(first_row, last_row, 4):
-            if row < safe:
-                weights = packed.ctypes.data + row * length
-            else:
-                weights = guard.ctypes.data + (row - safe) * length
-            for half in range(2):
-                for t in range(0, quads, 4):
-                    tile_4x2(
-                        lined.ctypes.data + t * stride,
-                        stride,
-                        weights + 2 * half * length,
-                        length,
-                        vectors,
-                        found.ctypes.data,
-                    )
-                    for i in range(min(4, count - t)):
-                        token = base + t + i
-                        for j in range(2):
-                            r = row + 2 * half + j
-                            if r < last_row:
-                                whole = found[2 * i + j] - sums[t + i]
-                                y[token, r] = d[token] * alpha[r] * (whole + z[token] * rowsum[r])
-            for t in range(min(quads, count), count):
-                tile_1x4(lined.ctypes.data + t * stride, stride, weights, length, vectors, found.ctypes.data)
-                for j in range(min(4, last_row - row)):
-                    whole, r = found[j] - sums[t], row + j
-                    y[base + t, r] = d[base + t] * alpha[r] * (whole + z[base + t] * rowsum[r])
+            code_sums[t] = _line_up(codes[base + t], lined[t])
+        tiled = count // 4 * 4
+        if count - tiled == 3:
+            tiled += 4  # one token of the last tile is left over from before, and its sums are not read
+        for block in range(first_row, last_row, _ROWS):
+            rows = min(_ROWS, last_row - block)
+            for row in range(block, block + rows, 4):
+                if row < safe:
+                    weights = packed.ctypes.data + row * length
+                else:
+                    weights = guard.ctypes.data + (row - safe) * length
+                target = sums.ctypes.data + 4 * (row - block)
+                for t in range(0, tiled, 4):
+                    here, there = lined.ctypes.data + t * stride, target + t * 4 * _ROWS
+                    tile_4x2(here, stride, weights, length, vectors, there, 4 * _ROWS)
+                    tile_4x2(here, stride, weights + 2 * length, length, vectors, there + 8, 4 * _ROWS)
+                for t in range(tiled, count):
+                    here, there = lined.ctypes.data + t * stride, target + t * 4 * _ROWS
+                    tile_1x4(here, stride, weights, length, vectors, there, 4 * _ROWS)
+            for t in range(count):
+                token, step, whole, offset = base + t, d[base + t], code_sums[t], z[base + t]
+                for j in range(rows):
+                    r = block + j
+                    y[token, r] = step * alpha[r] * (np.float32(sums[t, j] - whole) + offset * rowsum[r])
+                if bias.shape[0]:
+                    for j in range(rows):
+                        y[token, block + j] += bias[block + j]
 
 
 def ternary_gemm_cpu(
-    codes: Tensor, d: Tensor, packed: Tensor, alpha: Tensor, rowsum: Tensor, offset: float | Tensor
+    codes: Tensor,
+    d: Tensor,
+    packed: Tensor,
+    alpha: Tensor,
+    rowsum: Tensor,
+    offset: float | Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """float32 [m, out], see `robuq.kernels.ternary_gemm`."""
     m, out = codes.shape[0], packed.shape[0]
     y = torch.empty(m, out)
     z = offset.float() if isinstance(offset, Tensor) else torch.full((m,), float(offset))
-    tensors = (codes, d.float(), z, packed, alpha.float(), rowsum.int())
-    arrays = tuple(t.detach().contiguous().numpy() for t in tensors)
+    added = torch.empty(0) if bias is None else bias.detach().float()
+    tensors = (codes, d.float(), z, packed, alpha.float(), rowsum.int(), added)
+    arrays = tuple(t.contiguous().numpy() for t in tensors)
     run = functools.partial(_product, *arrays, y.numpy())
     if m >= 2 * _TOKENS:
         over_rows(lambda start, stop: run(start, stop, 0, out), m, _TOKENS, _TOKENS)

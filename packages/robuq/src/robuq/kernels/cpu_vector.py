@@ -5,6 +5,7 @@ Pointers are passed as integers (``array.ctypes.data``); nothing is checked here
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ _BYTES, _SHORTS, _INTS, _FLOATS = (ir.VectorType(t, n) for t, n in ((_I8, 32), (
 _FAST = ("reassoc", "nsz", "contract")
 
 
+@functools.cache
 def has_avx2() -> bool:
     """Whether this processor has the byte products that the ternary tiles are made of."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx2", False))
@@ -125,23 +127,23 @@ _QUARTERS = _STEPS // 4
 
 def _make_tile(tokens: int, rows: int) -> Callable[..., Any]:
     @intrinsic
-    def tile(typing_context, codes, codes_stride, packed, packed_stride, vectors, out):  # type: ignore[no-untyped-def]
+    def tile(typing_context, codes, codes_stride, packed, packed_stride, vectors, out, out_stride):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             return _tile(context, builder, arguments, tokens, rows)
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 7), generate
 
     return tile  # type: ignore[no-any-return]
 
 
 def _tile(context: Any, builder: Any, arguments: Any, tokens: int, rows: int) -> Any:
-    """``out[t, j] = sum_i k_ti u_ji``: codes k int8 against packed u = T + 1, int32 [tokens, rows].
+    """``out[t, j] = sum_i k_ti u_ji``: codes k int8 against packed u = T + 1, int32; strides of tokens in bytes.
 
     A vector is 32 packed bytes, 128 weights. Elements 4 t + j of the codes stand at 32 j + t within each 128, so that
     shifting the bytes by 2 j lines weights and codes up, with nothing unpacked to memory.
     """
     code = _Code(builder)
-    codes, codes_stride, packed, packed_stride, vectors, out = arguments
+    codes, codes_stride, packed, packed_stride, vectors, out, out_stride = arguments
     zero_long, zero_short = ir.Constant(_INTS, [0] * 8), ir.Constant(_SHORTS, [0] * 16)
     places = [(t, j) for t in range(tokens) for j in range(rows)]
     long = {place: cgutils.alloca_once_value(builder, zero_long) for place in places}
@@ -179,9 +181,9 @@ def _tile(context: Any, builder: Any, arguments: Any, tokens: int, rows: int) ->
         for place in places:
             pairs = code.call("llvm.x86.avx2.pmadd.wd", _INTS, [builder.load(short[place]), ones])
             builder.store(builder.add(builder.load(long[place]), pairs), long[place])
-    for number, place in enumerate(places):
-        total = code.call("llvm.vector.reduce.add.v8i32", _I32, [builder.load(long[place])])
-        code.store(builder.add(out, _I64(4 * number)), total)
+    for t, j in places:
+        total = code.call("llvm.vector.reduce.add.v8i32", _I32, [builder.load(long[t, j])])
+        code.store(builder.add(code.at(out, t, out_stride), _I64(4 * j)), total)
     return context.get_dummy_value()
 
 

@@ -38,6 +38,7 @@ def has_invalid(packed: Tensor) -> bool:
 @functools.lru_cache(maxsize=8)
 def _table(device: torch.device) -> Tensor:
     """int32 [256]: the four weights of a byte as four int8."""
-    byte = torch.arange(256, dtype=torch.int32)[:, None]
-    four = ((byte >> torch.tensor([0, 2, 4, 6], dtype=torch.int32)) & 3) - 1
+    # The device is named throughout: hosts make models with "meta" as torch's default device.
+    byte = torch.arange(256, dtype=torch.int32, device="cpu")[:, None]
+    four = ((byte >> torch.tensor([0, 2, 4, 6], dtype=torch.int32, device="cpu")) & 3) - 1
     return four.to(torch.int8).contiguous().view(torch.int32).reshape(256).to(device)

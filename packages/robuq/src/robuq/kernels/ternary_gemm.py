@@ -69,12 +69,13 @@ def ternary_gemm(
 
         return ternary_gemm_triton(codes, d, packed, alpha, rowsum, offset, bias, inner, outer)
     if path == "cpu":
-        y = _cpu(codes, d, packed, alpha, rowsum, offset, unpacked)
+        y = _cpu(codes, d, packed, alpha, rowsum, offset, bias, unpacked)
     else:
         y = ternary_gemm_reference(codes, d, packed, alpha, rowsum, offset)
+        y = y if bias is None else y.add_(bias.to(y.dtype))
     if inner is not None and outer is not None:
         y = y.addmm_(inner.to(y.dtype), outer.to(y.dtype).T)
-    return y if bias is None else y.add_(bias.to(y.dtype))
+    return y
 
 
 def ternary_gemm_reference(
@@ -98,15 +99,18 @@ def _cpu(
     alpha: Tensor,
     rowsum: Tensor,
     offset: float | Tensor,
+    bias: Tensor | None,
     unpacked: Tensor | None,
 ) -> Tensor:
     if _has_vnni() and (unpacked is not None or len(codes) >= _VNNI_TOKENS):
-        return _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=True)
+        y = _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=True)
+        return y if bias is None else y.add_(bias.to(y.dtype))
     from robuq.kernels import cpu_gemm
 
     if cpu_gemm.available():
-        return cpu_gemm.ternary_gemm_cpu(codes, d, packed, alpha, rowsum, offset)
-    return _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=False)
+        return cpu_gemm.ternary_gemm_cpu(codes, d, packed, alpha, rowsum, offset, bias)
+    y = _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=False)
+    return y if bias is None else y.add_(bias.to(y.dtype))
 
 
 def _by_rows(

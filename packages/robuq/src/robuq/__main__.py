@@ -1,0 +1,5 @@
+"""``python -m robuq``, for launchers that start modules."""
+
+from robuq.cli import main
+
+main()
