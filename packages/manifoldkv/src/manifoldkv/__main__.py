@@ -1,0 +1,5 @@
+"""``python -m manifoldkv``, for launchers that start modules."""
+
+from manifoldkv.cli import main
+
+main()
