@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +32,8 @@ def baseline(name: str, act_bits: ActBits = 2, *, rank: int = 8, dit: bool = Tru
         ValueError: an unknown name.
     """
     base = RobuQConfig.for_dit(attn_bits=None) if dit else RobuQConfig()
-    plain = {"rotation": "none", "signs": "none", "rank": 0, "act_bits": act_bits}
-    settings = {
+    plain: dict[str, Any] = {"rotation": "none", "signs": "none", "rank": 0, "act_bits": act_bits}
+    settings: dict[str, dict[str, Any]] = {
         "bitnet": {**plain, "quantizer": "absmax", "granularity": "tensor"},
         "minmax": {**plain, "quantizer": "minmax"},
         "minmax+branch": {**plain, "quantizer": "minmax", "rank": rank},

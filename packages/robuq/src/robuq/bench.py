@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -162,9 +163,9 @@ def _layer_rows(bench: Bench, pairs: int, threads: int) -> None:
         wide, half = x.bfloat16(), linear.weight.bfloat16()
         bit, label = bitnet_layer(linear), f"({m}, {n}, {out}), {threads} thread{'s' * (threads > 1)}"
         peers: dict[str, tuple[Callable[[], Tensor], Any]] = {
-            "F.linear float32": (lambda x=x, lin=linear: F.linear(x, lin.weight, lin.bias), goal_for(m)),
-            "F.linear bfloat16": (lambda x=wide, w=half: F.linear(x, w), None),
-            "transformers BitLinear": (lambda x=x, layer=bit: layer(x), 1.0),
+            "F.linear float32": (functools.partial(F.linear, x, linear.weight, linear.bias), goal_for(m)),
+            "F.linear bfloat16": (functools.partial(F.linear, wide, half), None),
+            "transformers BitLinear": (functools.partial(bit, x), 1.0),
         }
         for peer, (call, least) in peers.items():
             goal = () if least is None else Rule("ratio", ">=", round(least, 4))
@@ -222,7 +223,7 @@ def _hadamard_rows(bench: Bench) -> None:
         with threads_set(1):
             for n in (1024, 4096):
                 x = torch.randn(512, n)
-                times[n] = _cpu_time(lambda x=x: hadamard(x)) / x.numel()
+                times[n] = _cpu_time(functools.partial(hadamard, x)) / x.numel()
         return {"per element, 4096 over 1024": times[4096] / times[1024], "ns an element at 1024": 1e9 * times[1024]}
 
     bench.row("hadamard, 512 tokens", measure, goal=Rule("per element, 4096 over 1024", "<=", 2))

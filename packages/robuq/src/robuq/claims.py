@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -57,7 +58,7 @@ def check_minilm(ctx: ClaimContext) -> dict[str, Any]:
     found = {}
     for bits in (4, 3, 2):
         for label, quantizer, kind in _minilm_cases(bits):
-            quality = ctx.cached((label, bits), lambda q=quantizer, k=kind: real.minilm_quality(q, k))
+            quality = ctx.cached((label, bits), partial(real.minilm_quality, quantizer, kind))
             found[f"A{bits} {label}, cosine"] = Measurement([quality["cosine"]])
             found[f"A{bits} {label}, Spearman"] = Measurement([quality["spearman"]])
     return found
@@ -231,7 +232,7 @@ def check_stable(ctx: ClaimContext) -> dict[str, Any]:
 
 def check_size(ctx: ClaimContext) -> dict[str, Any]:
     """Bytes of DiT-XL/2, measured from layers of its shapes that are packed and saved one by one."""
-    sizes = {rank: ctx.cached(("bytes", rank), lambda r=rank: packed_size(dit_xl2(), r, ctx.out)) for rank in (0, 16)}
+    sizes = {rank: ctx.cached(("bytes", rank), partial(packed_size, dit_xl2(), rank, ctx.out)) for rank in (0, 16)}
     return {
         "ratio, r=0": Measurement([sizes[0]["float32"] / sizes[0]["packed"]]),
         "ratio, r=16": Measurement([sizes[16]["float32"] / sizes[16]["packed"]]),

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from icml26_shared.console import Context
 
 TASKS = ("digits", "latents", "text")
-_PRESETS = {"dit": RobuQConfig.for_dit, "vit": RobuQConfig.for_vit, "llm": RobuQConfig.for_llm, "none": RobuQConfig}
+_PRESETS: dict[str, Callable[..., RobuQConfig]] = {
+    "dit": RobuQConfig.for_dit,
+    "vit": RobuQConfig.for_vit,
+    "llm": RobuQConfig.for_llm,
+    "none": RobuQConfig,
+}
 
 
 def qat_arguments(parser: argparse.ArgumentParser) -> None:

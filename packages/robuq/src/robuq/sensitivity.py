@@ -94,7 +94,9 @@ def measure_sensitivity(
     Raises:
         ValueError: no batches, no layers, fewer than two candidates, or an unknown metric.
     """
-    candidates = tuple(sorted({int(check_bits(b)) for b in bits if b != "ternary"}))
+    if "ternary" in bits:
+        raise ValueError(f"bits to allocate are whole numbers, got {tuple(bits)}")
+    candidates = tuple(sorted({int(check_bits(b)) for b in bits}))
     layers = {name: layer for name, layer in quantised_layers(model) if not layer.is_ada}
     if len(candidates) < 2:
         raise ValueError(f"bits needs at least two candidates, got {tuple(bits)}")

@@ -9,6 +9,7 @@ byte, element i in bits 2 (i % 4), along the input, the tail filled with code 1)
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,11 +109,12 @@ def _describe_layer(layer: RobuQLinear | PackedLinear) -> dict[str, Any]:
 
 def host_config(model: nn.Module) -> dict[str, Any] | None:
     """The model's own config.json, if it is one of transformers or diffusers."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    to_text: Any = getattr(model, "to_json_string", None)
     if config is not None and hasattr(config, "to_dict"):
         return {**config.to_dict(), "architectures": [type(model).__name__]}
-    if config is not None and hasattr(model, "to_json_string"):
-        return dict(json.loads(model.to_json_string()))
+    if config is not None and callable(to_text):
+        return dict(json.loads(to_text()))
     return None
 
 
@@ -292,7 +294,7 @@ def tensor_files(folder: Path) -> dict[str, Callable[[], Tensor]]:
         for name in sorted(there if names is None else names):
             if name not in there:
                 raise RobuqFormatError(f"{file}: {name} is missing")
-            found[name] = lambda file=file, name=name: _read(file, name)
+            found[name] = functools.partial(_read, file, name)
     return found
 
 
@@ -415,7 +417,7 @@ def meta_parameters() -> Iterator[None]:
             param.data = param.data.new_empty(0)
         module._parameters[name] = made[id(param)][1]
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

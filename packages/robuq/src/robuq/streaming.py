@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from robuq.errors import RobuqFormatError
 from robuq.linear import RobuQLinear
 from robuq.packed import PackedLinear
 from robuq.storage import Factory, meta_parameters
-from robuq.surgery import as_linear, replace_modules
+from robuq.surgery import as_linear, linear_weight, replace_modules
 
 Readers = Mapping[str, Callable[[], Tensor]]
 _PICKLED = (".pt", ".pth", ".bin")
@@ -75,11 +76,10 @@ def _pack(
     if linear is None:
         raise RobuqFormatError(f"{name} is no linear layer")
     weight = readers[names[f"{name}.weight"]]()
-    if weight.shape != module.weight.shape:
-        raise RobuqFormatError(
-            f"{name}.weight has shape {tuple(weight.shape)}, the model has {tuple(module.weight.shape)}"
-        )
-    transposed = module.weight.shape != linear.weight.shape or module is not linear
+    expected = linear_weight(module).shape
+    if weight.shape != expected:
+        raise RobuqFormatError(f"{name}.weight has shape {tuple(weight.shape)}, the model has {tuple(expected)}")
+    transposed = module is not linear  # a Conv1D keeps its weight the other way round
     linear.weight = nn.Parameter((weight.T if transposed else weight).float().contiguous(), requires_grad=False)
     if linear.bias is not None:
         linear.bias = nn.Parameter(readers[names[f"{name}.bias"]]().float(), requires_grad=False)
@@ -150,7 +150,7 @@ def open_checkpoint(path: Path) -> dict[str, Callable[[], Tensor]]:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    found[name] = lambda file=file, name=name: _read(file, name)
+                    found[name] = functools.partial(_read, file, name)
         except (SafetensorError, OSError) as error:
             raise RobuqFormatError(f"{file} is damaged or cut short ({error})") from None
     return found
@@ -191,4 +191,4 @@ def _restricted(path: Path) -> dict[str, Callable[[], Tensor]]:
             break
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise RobuqFormatError(f"{path} holds no state dict of tensors")
-    return {name: (lambda tensor=tensor: tensor.clone()) for name, tensor in state.items()}
+    return {name: tensor.clone for name, tensor in state.items()}

@@ -132,10 +132,11 @@ def as_linear(module: nn.Module) -> nn.Linear | None:
         plain = type(module).forward is nn.Linear.forward
         return module if plain and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear) else None
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "weight", None) is not None:
-        source = module.weight
+        source, bias = linear_weight(module), module._parameters["bias"]
         linear = nn.Linear(source.shape[0], source.shape[1], device="meta")
         linear.weight = nn.Parameter(source.detach().T.contiguous(), requires_grad=source.requires_grad)
-        linear.bias = nn.Parameter(module.bias.detach(), requires_grad=module.bias.requires_grad)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
         return linear.train(module.training)
     return None
 

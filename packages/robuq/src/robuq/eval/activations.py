@@ -136,5 +136,5 @@ def similarity(found: Tensor, exact: Tensor) -> dict[str, float]:
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Rank correlation; ties, which measured numbers do not have, in the order they come."""
-    ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(x)).astype(np.float64) for x in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,8 +154,8 @@ class TinyDiT(nn.Module):
         self.blocks = nn.ModuleList([Block(dim, heads) for _ in range(depth)])
         self.final_layer = FinalLayer(dim, patch * patch * self.out_channels)
         nn.init.normal_(self.pos_embed, std=0.02)
-        zeroed = [block.adaLN_modulation[1] for block in self.blocks]
-        for layer in [*zeroed, self.final_layer.adaLN_modulation[1], self.final_layer.linear]:
+        zeroed: list[Any] = [m.adaLN_modulation[1] for m in self.modules() if isinstance(m, Block | FinalLayer)]
+        for layer in [*zeroed, self.final_layer.linear]:
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 

@@ -35,7 +35,7 @@ class _Recipe(NamedTuple):
     power: int
     blocks: int
     padded: int
-    scale: float
+    scale: np.float32
 
 
 @functools.lru_cache(maxsize=512)
@@ -264,7 +264,7 @@ def _array(x: Tensor | None) -> np.ndarray:
     return _EMPTY if x is None else x.detach().to(torch.float32).contiguous().numpy()
 
 
-def _grid(grid: Grid) -> tuple[bool, float, bool, float, float]:
+def _grid(grid: Grid) -> tuple[bool, float, bool, np.float32, np.float32]:
     return (grid.statistic == "max", grid.step, grid.rounds, np.float32(grid.low), np.float32(grid.high))
 
 

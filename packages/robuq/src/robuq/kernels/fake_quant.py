@@ -74,12 +74,15 @@ class _FakeQuant(torch.autograd.Function):
             if grad_rotated is None:
                 return None, None, None, None, None, None
             grad_values = torch.zeros_like(grad_rotated)
+        run: Any = fake_quant_gradient_reference
         if path == "cpu":
-            from robuq.kernels.cpu_transform import fake_quant_gradient_cpu as run
+            from robuq.kernels import cpu_transform
+
+            run = cpu_transform.fake_quant_gradient_cpu
         elif path == "triton":
-            from robuq.kernels.triton_rotate import fake_quant_gradient_triton as run
-        else:
-            run = fake_quant_gradient_reference
+            from robuq.kernels import triton_rotate
+
+            run = triton_rotate.fake_quant_gradient_triton
         grad = run(grad_rotated, grad_values, mask, recipe, ctx.signs)
         return grad.to(dtype), None, None, None, None, None
 
