@@ -36,6 +36,7 @@ def test_sizes_and_counts_are_computed(tmp_path):
 def test_tiny_run_is_the_protocol(monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.setattr(digits, "BATCH", 8)
+    monkeypatch.setattr(digits, "judge", lambda: digits.Judge().eval())  # untrained: its figures are not judged here
     fp = digits.train_fp(0, 3)
     settings = dataclasses.replace(CONFIGURATIONS["plan 2.0"], steps=3, warm=1)
     model, training = digits.train_quantised(fp, settings, 0)

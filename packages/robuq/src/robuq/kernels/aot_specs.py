@@ -79,17 +79,19 @@ def _gemm(name: str, tokens: int, *, nibbles: bool) -> KernelSpec:
         "stride_k": 1,
         "stride_b": 1,
     }
-    return _product(name, triton_gemm.gemm_kernel, constants, {"codes_ptr": "*u8"} if nibbles else {})
+    return _product(
+        name, triton_gemm.gemm_kernel, constants, {"codes_ptr": "*u8"} if nibbles else {}, triton_gemm.warps(tokens)
+    )
 
 
 def _scale(name: str) -> KernelSpec:
     chosen = triton_gemm.tiles(1)
     constants = {"HAS_BIAS": True, "BLOCK_R": 16, "BLOCK_M": chosen["BLOCK_M"], "BLOCK_N": chosen["BLOCK_N"]}
-    return _product(name, triton_gemm.scale_kernel, constants, {})
+    return _product(name, triton_gemm.scale_kernel, constants, {}, triton_gemm.warps(1))
 
 
-def _product(name: str, fn: Any, constants: dict[str, Any], pointers: dict[str, str]) -> KernelSpec:
+def _product(name: str, fn: Any, constants: dict[str, Any], pointers: dict[str, str], warps: int) -> KernelSpec:
     types = {**_GEMM_POINTERS, **pointers}
     signature = {n: types.get(n, "i32") for n in fn.arg_names if n not in constants}
     aligned = tuple(n for n in signature if n.endswith("_ptr") or n in ("N", "K", "stride_m", "stride_n"))
-    return KernelSpec(name, fn, signature, constants, triton_gemm.NUM_WARPS, triton_gemm.NUM_STAGES, aligned)
+    return KernelSpec(name, fn, signature, constants, warps, triton_gemm.NUM_STAGES, aligned)

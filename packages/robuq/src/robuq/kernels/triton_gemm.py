@@ -18,7 +18,7 @@ from icml26_shared.kernels import jit, launching_on, triton_language
 tl = triton_language()
 
 DECODE_TOKENS = 16
-NUM_WARPS, NUM_STAGES = 4, 2
+NUM_STAGES = 2
 
 
 @jit
@@ -28,8 +28,10 @@ def _codes_at(codes_ptr, tokens, k, M, K, stride_m, stride_k, NIBBLES: tl.conste
     if NIBBLES:
         byte = tl.load(codes_ptr + tokens[:, None] * stride_m + (k // 2)[None, :] * stride_k, mask=inside, other=0)
         nibble = (byte.to(tl.int32) >> ((k % 2) * 4)[None, :]) & 15
-        return tl.where(inside, (nibble ^ 8) - 8, 0).to(tl.int8)
-    return tl.load(codes_ptr + tokens[:, None] * stride_m + k[None, :] * stride_k, mask=inside, other=0)
+        codes = tl.where(inside, (nibble ^ 8) - 8, 0).to(tl.int8)
+    else:
+        codes = tl.load(codes_ptr + tokens[:, None] * stride_m + k[None, :] * stride_k, mask=inside, other=0)
+    return codes
 
 
 @jit
@@ -108,6 +110,11 @@ def tiles(m: int) -> dict[str, int]:
     return {"BLOCK_M": 32 if m <= 32 else 64, "BLOCK_N": 64 if m <= 256 else 128, "BLOCK_B": 32, "SPLIT": 1}
 
 
+def warps(m: int) -> int:
+    """Warps of one program: with more than a tile's worth of tokens, eight keep the sums in registers."""
+    return 4 if m <= DECODE_TOKENS else 8
+
+
 def branch_block(rank: int) -> int:
     """Rank rounded up for a product; 0 beyond 32, where the branch is added outside."""
     return 0 if rank == 0 or rank > 32 else max(16, 1 << (rank - 1).bit_length())
@@ -142,11 +149,11 @@ def ternary_gemm_triton(
     with launching_on(codes):
         gemm_kernel[(*grid, split)](
             codes, packed, *scales, *rest, partial, m, out, k, rank, codes.stride(0), codes.stride(1), packed.stride(0),
-            packed.stride(1), NIBBLES=nibbles, **flags, **chosen, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+            packed.stride(1), NIBBLES=nibbles, **flags, **chosen, num_warps=warps(m), num_stages=NUM_STAGES,
         )  # fmt: skip
         if split > 1:
             scale_kernel[grid](
-                partial, *scales, *rest, m, out, rank, **flags, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS
+                partial, *scales, *rest, m, out, rank, **flags, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps(m)
             )
     if rank and not fused and inner is not None and outer is not None:
         y = y.addmm_(inner.float(), outer.float().T)

@@ -215,7 +215,7 @@ def matrices(recipe: Rotation, part: Part, transposed: bool, device: torch.devic
 
 def rows_of(tile: int) -> int:
     """Tokens of one program: enough for the smallest product, few enough for the registers."""
-    return max(1, min(16, 4096 // tile))
+    return max(1, min(16, 2048 // tile))
 
 
 FLAGS: dict[str, Any] = dict.fromkeys(
