@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -461,3 +462,29 @@ def test_smollm2_tokenizer_splits_digits_and_round_trips(smollm2):
     text = "Ünïcode, tabs\t and\n\nlines; 3.14159 & <|im_end|>"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer.model_max_length == 8192
+
+
+class TestDtype:
+    def test_the_faster_one_is_chosen(self, monkeypatch):
+        for seconds, expected in (
+            ({"bfloat16": 1.0, "float32": 2.0}, "bfloat16"),
+            ({"bfloat16": 3.0, "float32": 2.0}, "float32"),
+        ):
+            monkeypatch.setattr(models, "_product_seconds", seconds.__getitem__)
+            models.faster_dtype.cache_clear()
+            assert models.faster_dtype() == expected
+            assert models.chosen_dtype("auto") == expected
+            assert models.chosen_dtype("float16") == "float16"
+        models.faster_dtype.cache_clear()
+
+    def test_products_are_timed(self):
+        assert 0 < models._product_seconds("float32") < 10
+        assert 0 < models._product_seconds("bfloat16") < 10
+
+    def test_the_option(self):
+        parser = argparse.ArgumentParser()
+        models.dtype_argument(parser, "bfloat16", "float32")
+        assert parser.parse_args([]).dtype == "auto"
+        assert parser.parse_args(["--dtype", "float32"]).dtype == "float32"
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--dtype", "int8"])

@@ -153,7 +153,7 @@ def _model_rows(bench: Bench, args: argparse.Namespace) -> None:
         if not loaded:
             from icml26_shared import models
 
-            loaded.append(models.load(args.model, dtype="bfloat16")[0])
+            loaded.append(models.load(args.model, dtype=models.faster_dtype())[0])
         return loaded[0]
 
     bench.row(

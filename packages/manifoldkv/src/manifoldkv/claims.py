@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from icml26_shared import models
 from icml26_shared.checkpoint import JsonlStore, SettingsMismatch
 from icml26_shared.claims import Claim, ClaimContext, Measurement, Needs, Result, Rule, paired
 from icml26_shared.environment import source_digest
@@ -71,7 +72,12 @@ def _finished(store: JsonlStore, task: str, length: int, settings: dict[str, Any
 
 def _store(ctx: ClaimContext, name: str, **settings: Any) -> JsonlStore:
     """Answers of these very sources; those of other sources are not mixed in but made again."""
-    settings |= {"sources": source_digest("manifoldkv"), "version": __version__, "seed": ctx.seed}
+    settings |= {
+        "dtype": models.faster_dtype(),
+        "sources": source_digest("manifoldkv"),
+        "version": __version__,
+        "seed": ctx.seed,
+    }
     path = ctx.out_file(name)
     try:
         return JsonlStore(path, settings=settings)
@@ -86,11 +92,10 @@ def _cell(
     name = f"{task}@{length}"
     if done := _finished(store, task, length, settings):
         return done
-    from icml26_shared import models
     from icml26_shared.evaluation import ruler
     from manifoldkv.eval import run_eval
 
-    model, tokenizer = models.load("smollm2", dtype="bfloat16")
+    model, tokenizer = models.load("smollm2", dtype=models.faster_dtype())
     samples = ruler.generate(task, tokenizer, length + _GENERATED, SAMPLES, seed=ctx.seed)
     samples = [replace(sample, task=name) for sample in samples]
     with ctx.progress(name, len(samples) * len(settings)) as bar:
@@ -152,11 +157,10 @@ def _diagnosis(ctx: ClaimContext) -> dict[str, Any]:
     """What ``diagnose`` says of SmolLM2, to go with a result that depends on it."""
 
     def run() -> dict[str, Any]:
-        from icml26_shared import models
         from icml26_shared.evaluation import ruler
         from manifoldkv.geometry import diagnose
 
-        model, tokenizer = models.load("smollm2", dtype="bfloat16")
+        model, tokenizer = models.load("smollm2", dtype=models.faster_dtype())
         (sample,) = ruler.generate("niah_3key", tokenizer, 400 + _GENERATED, 1, seed=ctx.seed)
         found = diagnose(model, tokenizer(sample.context, return_tensors="pt").input_ids)
         return {"metric": found.metric, "reason": found.model.reason}
@@ -318,7 +322,6 @@ _LONG_SAMPLES = 4
 
 def _long_prompts(ctx: ClaimContext) -> dict[str, Measurement]:
     """SmolLM2 on 4096-token prompts; reported beside the rule, since the claim is about 64K."""
-    from icml26_shared import models
     from icml26_shared.evaluation import ruler
     from manifoldkv.eval import run_eval
 
@@ -329,7 +332,7 @@ def _long_prompts(ctx: ClaimContext) -> dict[str, Measurement]:
         "cosine": keydiff(0.5),
     }
     with _store(ctx, "claims-long.jsonl", length=_LONG) as store:
-        model, tokenizer = models.load("smollm2", dtype="bfloat16")
+        model, tokenizer = models.load("smollm2", dtype=models.faster_dtype())
         samples = ruler.generate("niah_single_1", tokenizer, _LONG + _GENERATED, _LONG_SAMPLES, seed=ctx.seed)
         with ctx.progress("4096-token prompts", len(samples) * len(settings)) as bar:
             rows = run_eval(

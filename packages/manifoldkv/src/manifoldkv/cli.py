@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from icml26_shared import models
 from icml26_shared.cli import App
 from icml26_shared.errors import UserError
 
@@ -75,9 +76,7 @@ def _compression_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16"
-    )
+    models.dtype_argument(parser, "bfloat16", "float16", "float32")
 
 
 def _read(path: str) -> str:
@@ -125,9 +124,9 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     text = _read(args.prompt)
     if args.new_tokens < 1:
         raise UserError(f"--new-tokens {args.new_tokens} must be 1 or more")
-    from icml26_shared import models
-
-    model, tokenizer = models.load(args.model, dtype=args.dtype)  # first: it names a wrong model at once
+    model, tokenizer = models.load(
+        args.model, dtype=models.chosen_dtype(args.dtype)
+    )  # first: it names a wrong model at once
     from manifoldkv import compress
 
     inputs = tokenizer(text, return_tensors="pt")
@@ -168,10 +167,9 @@ def diagnose(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     if args.tokens < 12:
         raise UserError(f"--tokens {args.tokens} is too few to diagnose; give 256 or more")
     text = _read(args.text) if args.text else None
-    from icml26_shared import models
     from manifoldkv.geometry import diagnose as run
 
-    model, tokenizer = models.load(args.model, dtype=args.dtype)
+    model, tokenizer = models.load(args.model, dtype=models.chosen_dtype(args.dtype))
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     tokens = args.tokens
     if isinstance(context, int) and tokens > context:

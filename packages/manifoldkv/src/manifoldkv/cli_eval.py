@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from icml26_shared import models
 from icml26_shared.errors import UserError
 from manifoldkv import __version__
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 FULL = "full"
 _OWN = "calibrated, snapkv"  # metrics of these commands beside those of KVConfig
-_DESCRIBES = ("protocol", "n_sink", "n_recent", "window", "dtype", "new_tokens")  # what results depend on
+_DESCRIBES = ("protocol", "n_sink", "n_recent", "window", "new_tokens")  # what results depend on
 
 
 def ruler_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,6 @@ def _require_writable(folder: Path) -> None:
 
 def _tokenizer(name: str) -> Any:
     """Of a named model or of a local folder, which needs no weights."""
-    from icml26_shared import models
     from icml26_shared.errors import require
 
     transformers = require("transformers", "manifoldkv[transformers]")
@@ -117,7 +117,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n-recent", type=int, default=0, help="last tokens always kept (default 0)")
     parser.add_argument("--num-samples", type=int, help="samples per task at most")
     parser.add_argument("--new-tokens", type=int, help="cap on the generated tokens")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    models.dtype_argument(parser, "bfloat16", "float16", "float32")
     parser.add_argument("-o", dest="results", metavar="FILE", help="results file (default: results.jsonl in --out)")
 
 
@@ -194,16 +194,16 @@ def longbench(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
 def _evaluate(
     ctx: Context, args: argparse.Namespace, count: int, run: Callable[..., list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    from icml26_shared import models
     from icml26_shared.checkpoint import JsonlStore
 
     _at_least_one(args, "new_tokens")
+    dtype = models.chosen_dtype(args.dtype)
     settings = settings_of(args, ctx.seed)
     described = {name: getattr(args, name) for name in _DESCRIBES}
-    described |= {"model": str(args.model), "seed": ctx.seed, "version": __version__}
+    described |= {"dtype": dtype, "model": str(args.model), "seed": ctx.seed, "version": __version__}
     path = Path(args.results) if args.results else ctx.out_file("results.jsonl")
     with JsonlStore(path, settings=described) as store, ctx.progress("answers", count * len(settings)) as bar:
-        model, tokenizer = models.load(args.model, dtype=args.dtype)
+        model, tokenizer = models.load(args.model, dtype=dtype)
         rows = run(model, tokenizer, settings, store, bar.advance)
     means = summarise(rows)
     tasks = list(dict.fromkeys(task for task, _ in means))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from icml26_shared import models
 from icml26_shared.checkpoint import JsonlStore
 from icml26_shared.errors import UserError, require
 from manifoldkv import __version__
@@ -29,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2 (default) or a local Hugging Face folder")
     parser.add_argument("--samples", type=int, default=4, help="samples per task (default 4)")
     parser.add_argument("--tokens", type=int, default=400, help="length of the prompts in tokens (default 400)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+    models.dtype_argument(parser, "bfloat16", "float32")
     parser.add_argument("--new-tokens", type=int, default=12, help="tokens generated at most per answer (default 12)")
 
 
@@ -85,18 +86,18 @@ def _results(ctx: Context, args: argparse.Namespace) -> tuple[list[dict[str, Any
     settings: dict[str, Setting] = {FULL: None}
     for ratio in RATIOS:
         settings |= {f"{name}@{ratio}": setting for name, setting in settings_at(ratio, ctx.seed).items()}
-    run_settings = {key: getattr(args, key) for key in ("model", "tokens", "dtype", "new_tokens")}
-    run_settings |= {"seed": ctx.seed, "version": __version__}
+    dtype = models.chosen_dtype(args.dtype)
+    run_settings = {key: getattr(args, key) for key in ("model", "tokens", "new_tokens")}
+    run_settings |= {"dtype": dtype, "seed": ctx.seed, "version": __version__}
     total = len(TASKS) * args.samples * len(settings)
     with (
         JsonlStore(ctx.out_file("demo.jsonl"), key=("task", "index", "config"), settings=run_settings) as store,
         ctx.progress("loading the model", total) as bar,
     ):
-        from icml26_shared import models
         from icml26_shared.evaluation import ruler
         from manifoldkv.eval import run_eval
 
-        model, tokenizer = models.load(args.model, dtype=args.dtype)
+        model, tokenizer = models.load(args.model, dtype=dtype)
         bar.update("prompts")
         samples = {task: _prompts(ruler, task, tokenizer, args, ctx.seed) for task in TASKS}
         rows = []
