@@ -104,12 +104,15 @@ def _conclusion(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _plot_samples(ctx: Context, images: dict[str, Tensor]) -> str:
-    figure, axes = plots.figure(len(images), 1, size=(9, 1.35 * len(images)))
-    for ax, (name, drawn) in zip(axes, images.items(), strict=True):
-        row = torch.nn.functional.pad(drawn[:, 0], (1, 1, 1, 1), value=1.0)
-        ax.imshow(torch.cat(list(row), 1).numpy(), cmap="gray", vmin=-1, vmax=1, aspect="equal")
-        ax.set_title(f"{name}: digits 0 to 9, twice", fontsize=9)
-        ax.set_axis_off()
+    """One row a model, one column a digit; all start from the same noise."""
+    figure, ax = plots.figure(size=(9, 0.85 * len(images) + 0.9))
+    cell = 10  # pixels of an image with its frame
+    rows = [torch.cat(list(torch.nn.functional.pad(d[:10, 0], (1, 1, 1, 1), value=1.0)), 1) for d in images.values()]
+    ax.imshow(torch.cat(rows, 0).numpy(), cmap="gray", vmin=-1, vmax=1, aspect="equal")
+    ax.set_xticks([cell * i + cell / 2 for i in range(10)], [str(i) for i in range(10)])
+    ax.set_yticks([cell * i + cell / 2 for i in range(len(images))], list(images))
+    ax.set(xlabel="digit asked for", ylabel="model", title="Samples from the same noise")
+    ax.grid(False)
     return str(plots.save(figure, ctx.out_file("samples.png"))[0])
 
 
