@@ -20,7 +20,7 @@ from robuq.surgery import freeze, packed_bytes, quantised_layers
 if TYPE_CHECKING:
     from icml26_shared.console import Context
 
-FP_STEPS, QAT_STEPS, WARM = 1300, 70, 30
+FP_STEPS, QAT_STEPS, WARM = 1000, 60, 25
 SAMPLES, DDIM_STEPS = 100, 20
 TYPES = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 
