@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 import robuq
-from icml26_shared.testing.torchvision_ops import declare_torchvision_ops
+from icml26_shared.torchvision_ops import declare_missing_operators
 from robuq.config import RobuQConfig
 from robuq.errors import RobuqFormatError
 from robuq.integrations.bitnet import export_bitnet, pack_bitnet
@@ -20,13 +20,13 @@ from robuq.surgery import freeze, quantised_names, quantize
 
 @pytest.fixture(scope="module")
 def diffusers():
-    declare_torchvision_ops()
+    declare_missing_operators()
     return pytest.importorskip("diffusers")
 
 
 @pytest.fixture(scope="module")
 def timm():
-    declare_torchvision_ops()
+    declare_missing_operators()
     return pytest.importorskip("timm")
 
 
@@ -87,7 +87,7 @@ def test_timm_vit_end_to_end(timm, tmp_path):
 
 
 def test_lightning_callback_plans_and_packs(tmp_path):
-    declare_torchvision_ops()
+    declare_missing_operators()
     lightning = pytest.importorskip("lightning")
     from robuq.integrations.lightning import RobuQLightningCallback
 
