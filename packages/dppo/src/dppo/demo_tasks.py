@@ -7,6 +7,7 @@ takes seconds to a minute on one core.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,7 +112,7 @@ class Addition:
             optimizer.step()
         return net
 
-    def sample(self, policy: nn.Module, prompts: Tensor, size: int, rng: torch.Generator) -> Tensor:
+    def sample(self, policy: Any, prompts: Tensor, size: int, rng: torch.Generator) -> Tensor:
         with torch.no_grad():
             logits, past = policy.extend(self.inputs[prompts])
             rows = torch.arange(len(prompts)).repeat_interleave(size)
@@ -131,7 +132,7 @@ class Addition:
         unique, back = torch.unique(prompts, return_inverse=True)
         return self._logps(policy, self.inputs[unique], back, answers)
 
-    def _logps(self, policy: nn.Module, inputs: Tensor, rows: Tensor, answers: Tensor) -> Tensor:
+    def _logps(self, policy: Any, inputs: Tensor, rows: Tensor, answers: Tensor) -> Tensor:
         """Of the answers, to the prompts `inputs[rows]`: each prompt goes through the policy once."""
         logits, past = policy.extend(inputs)
         rest, _ = policy.extend(answers[:, :-1], _rows_of(past, rows))
