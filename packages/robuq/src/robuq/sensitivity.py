@@ -94,7 +94,7 @@ def measure_sensitivity(
     Raises:
         ValueError: no batches, no layers, fewer than two candidates, or an unknown metric.
     """
-    if "ternary" in bits:
+    if any(isinstance(b, str) for b in bits):
         raise ValueError(f"bits to allocate are whole numbers, got {tuple(bits)}")
     candidates = tuple(sorted({int(check_bits(b)) for b in bits}))
     layers = {name: layer for name, layer in quantised_layers(model) if not layer.is_ada}
