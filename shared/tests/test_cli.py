@@ -368,7 +368,12 @@ def test_json_stays_clean_when_libraries_and_children_print(program):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interruption_leaves_a_state_that_the_same_command_resumes(program, tmp_path, number):
-    command = [sys.executable, str(program), "long", "--json", "--out", str(tmp_path)]
+    # A shell starts what it puts into the background with SIGINT ignored, and that is inherited; a terminal does not.
+    heeding = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    program_line = [sys.executable, str(program), "long", "--json", "--out", str(tmp_path)]
+    command = [sys.executable, "-c", heeding, *program_line]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "started" not in process.stderr.readline():
         pass

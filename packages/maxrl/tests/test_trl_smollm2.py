@@ -16,7 +16,7 @@ from maxrl import MaxRLConfig, MaxRLTrainer, maxrl_advantages
 @pytest.mark.slow
 def test_a_few_steps_on_smollm2(tmp_path):
     try:
-        model, tokenizer = models.load("smollm2", dtype=torch.bfloat16)
+        model, tokenizer = models.load("smollm2", dtype=models.faster_dtype())
     except UserError as error:
         pytest.skip(str(error))
 

@@ -170,7 +170,8 @@ def test_bitnet_layout_is_what_transformers_unpacks(tmp_path):
         for name in ("0", "2"):
             packed = file.get_tensor(f"{name}.weight")
             codes = model.get_submodule(name).codes()
-            assert torch.equal(unpack_weights(packed, torch.float32), codes.float())
+            with torch.compiler.set_stance("force_eager"):  # it is compiled otherwise, which paths with spaces break
+                assert torch.equal(unpack_weights(packed, torch.float32), codes.float())
             assert torch.equal(packed, pack_weights(codes.clone()))
             assert torch.equal(file.get_tensor(f"{name}.alpha"), model.get_submodule(name).alpha)
         assert json.loads(file.metadata()["robuq"])["plain"] == []
