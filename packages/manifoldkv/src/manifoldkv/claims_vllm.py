@@ -56,7 +56,8 @@ def engine_runs(ctx: ClaimContext) -> list[JobResult]:
     small = {**settings, "num_gpu_blocks_override": _POOL + 1}
     large = {**settings, "num_gpu_blocks_override": 16 * _POOL + 1, "max_num_seqs": 1}
     # A prompt in chunks is compressed chunk by chunk, and under load the chunks depend on the other requests.
-    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
+    # A step takes the longest request whole, and no more, for which the small pool would be refused.
+    whole = {"enable_chunked_prefill": False, "max_model_len": 480, "max_num_batched_tokens": 480}
     jobs = [
         Job(folder, mixed, 40, _PLUGIN, {**small, **whole}),
         Job(folder, mixed, 40, _PLUGIN, {**large, **whole}),
