@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from statistics import mean
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from icml26_shared.claims import Claim, ClaimContext, Measurement, Rule, needs_gpu
 from robuq.accounting import PUBLISHED_GFLOPS, dit_xl2, equivalents, packed_size, speed_up_in_theory
 from robuq.allocation import allocate_bits
-from robuq.claims_runs import fp_run, qat_run, sensitivity_after
+from robuq.claims_runs import fp_run, qat_run, sensitivity_after, settings
+from robuq.eval.tiny_dit import TinyDiT
 from robuq.gaussian import Bits
-from robuq.quantizer import TokenQuantizer
+from robuq.quantizer import Kind, TokenQuantizer
 from robuq.sensitivity import Sensitivity
+from robuq.surgery import macs_per_token, quantize
 
 SEEDS = 5
 TYPES = ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")
@@ -30,9 +33,7 @@ def check_normality(ctx: ClaimContext) -> dict[str, Any]:
     kurtoses, errors = [], {2: [], 4: []}  # type: ignore[var-annotated]
     for kind, inputs in real.smollm2_inputs().items():
         rows: dict[str, list[float]] = {}
-        for name, x in inputs:
-            recipe, signs = real.basis(x.shape[1], name, "signs")
-            y = real.rotate(x, recipe, signs)
+        for x, y in _with_rotated(inputs):
             rows.setdefault("raw", []).append(real.kurtosis(x))
             rows.setdefault("rotated", []).append(real.kurtosis(y))
             for bits in (2, 4):
@@ -51,29 +52,41 @@ def check_normality(ctx: ClaimContext) -> dict[str, Any]:
     }
 
 
-def check_minilm(ctx: ClaimContext) -> dict[str, Any]:
-    """MiniLM with quantised activations."""
+def _with_rotated(inputs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The input of each layer, as it is and rotated with the layer's own signs."""
     from robuq.eval import activations as real
 
+    for name, x in inputs:
+        yield x, real.rotate(x, *real.basis(x.shape[1], name, "signs"))
+
+
+def check_minilm(ctx: ClaimContext) -> dict[str, Any]:
+    """MiniLM with quantised activations."""
     found = {}
     for bits in (4, 3, 2):
-        for label, quantizer, kind in _minilm_cases(bits):
-            quality = ctx.cached((label, bits), partial(real.minilm_quality, quantizer, kind))
+        for label in MINILM_CASES:
+            quality = _minilm_quality(ctx, label, bits)
             found[f"A{bits} {label}, cosine"] = Measurement([quality["cosine"]])
             found[f"A{bits} {label}, Spearman"] = Measurement([quality["spearman"]])
     return found
 
 
-def _minilm_cases(bits: Bits) -> list[tuple[str, TokenQuantizer, str]]:
-    minmax, gauss = TokenQuantizer(bits, "minmax"), TokenQuantizer(bits)
-    return [
-        ("min-max unrotated", minmax, "none"),
-        ("min-max Hadamard", minmax, "plain"),
-        ("min-max signs", minmax, "signs"),
-        ("RobustQuantizer unrotated", gauss, "none"),
-        ("RobustQuantizer plain", gauss, "plain"),
-        ("RobustQuantizer", gauss, "signs"),
-    ]
+MINILM_CASES: dict[str, tuple[Kind, str]] = {  # quantiser and rotation
+    "min-max unrotated": ("minmax", "none"),
+    "min-max Hadamard": ("minmax", "plain"),
+    "min-max signs": ("minmax", "signs"),
+    "RobustQuantizer unrotated": ("gauss_uniform", "none"),
+    "RobustQuantizer plain": ("gauss_uniform", "plain"),
+    "RobustQuantizer": ("gauss_uniform", "signs"),
+}
+
+
+def _minilm_quality(ctx: ClaimContext, label: str, bits: Bits) -> dict[str, float]:
+    from robuq.eval import activations as real
+
+    kind, rotation = MINILM_CASES[label]
+    run = partial(real.minilm_quality, TokenQuantizer(bits, kind), rotation)
+    return ctx.cached((label, bits), run)
 
 
 def _losses(ctx: ClaimContext, name: str) -> list[float]:
@@ -121,10 +134,11 @@ def check_branch(ctx: ClaimContext) -> dict[str, Any]:
 
 def check_hadamard(ctx: ClaimContext) -> dict[str, Any]:
     """MiniLM decides; the tiny DiT, without outliers at width 64, is reported."""
-    minilm = check_minilm(ctx)
-    found = {name: minilm[name] for name in ("A4 RobustQuantizer, cosine", "A4 min-max unrotated, cosine")}
     return {
-        **found,
+        **{
+            f"A4 {label}, cosine": Measurement([_minilm_quality(ctx, label, 4)["cosine"]])
+            for label in ("RobustQuantizer", "min-max unrotated")
+        },
         "tiny DiT, Hadamard": Measurement(_losses(ctx, "A4")),
         "tiny DiT, none": Measurement(_losses(ctx, "A4 none")),
     }
@@ -136,9 +150,7 @@ def check_uniform(ctx: ClaimContext) -> dict[str, Any]:
 
     gain = []
     for inputs in real.smollm2_inputs().values():
-        for name, x in inputs:
-            recipe, signs = real.basis(x.shape[1], name, "signs")
-            y = real.rotate(x, recipe, signs)
+        for _, y in _with_rotated(inputs):
             gain.append(real.nmse(y, TokenQuantizer(2, "gauss_lloyd")) / real.nmse(y, TokenQuantizer(2)))
     return {
         "uniform": Measurement(_losses(ctx, "A2")),
@@ -152,13 +164,15 @@ def check_ampn(ctx: ClaimContext) -> dict[str, Any]:
     from robuq.eval.activations import spearman
 
     found: dict[str, list[float]] = {}
+    counted = macs_per_token(quantize(TinyDiT(), settings()))
 
     def add(name: str, value: float) -> None:
         found.setdefault(name, []).append(value)
 
     for seed in ctx.seeds:
         planned = {avg: qat_run(ctx, f"plan {avg}", seed) for avg in (2.0, 2.5)}
-        sens, macs = Sensitivity.from_json(planned[2.0]["sensitivity"]), _macs(planned[2.0])
+        sens = Sensitivity.from_json(planned[2.0]["sensitivity"])
+        macs = {layer: counted[layer] for layer in sens.layers}
         for avg in (2.0, 2.5):
             plan = allocate_bits(sens, macs, avg)
             greedy, uniform = (allocate_bits(sens, macs, avg, solver) for solver in ("greedy", "uniform"))  # type: ignore[arg-type]
@@ -174,12 +188,6 @@ def check_ampn(ctx: ClaimContext) -> dict[str, Any]:
         add("rank correlation, step 100 and 250", spearman(ranks[100], ranks[250]))
         add("rank correlation, step 0 and 250", spearman(ranks[0], ranks[250]))
     return {name: Measurement(values) for name, values in found.items()}
-
-
-def _macs(run: dict[str, Any]) -> dict[str, int]:
-    width = {"attn.qkv": (64, 192), "attn.proj": (64, 64), "mlp.fc1": (64, 256), "mlp.fc2": (256, 64)}
-    names = Sensitivity.from_json(run["sensitivity"]).layers
-    return {name: int(np.prod(next(w for kind, w in width.items() if name.endswith(kind)))) for name in names}
 
 
 def _random_objective(sens: Sensitivity, macs: dict[str, int], avg: float, seed: int) -> float:

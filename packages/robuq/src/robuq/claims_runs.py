@@ -47,7 +47,7 @@ CONFIGURATIONS: dict[str, digits.Run] = {
 
 def fp_model(ctx: ClaimContext, seed: int) -> nn.Module:
     """The floating point model of a seed, trained once."""
-    path = ctx.out_file(f"fp/{source_digest('robuq') or 'installed'}-{seed}.safetensors")
+    path = ctx.out_file(f"fp/{_digest()}-{seed}.safetensors")
     model = TinyDiT()
     if path.is_file():
         model.load_state_dict(load_state(path))

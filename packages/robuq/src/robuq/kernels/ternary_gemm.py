@@ -102,14 +102,13 @@ def _cpu(
     bias: Tensor | None,
     unpacked: Tensor | None,
 ) -> Tensor:
-    if _has_vnni() and (unpacked is not None or len(codes) >= _VNNI_TOKENS):
-        y = _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=True)
-        return y if bias is None else y.add_(bias.to(y.dtype))
-    from robuq.kernels import cpu_gemm
+    integer = _has_vnni() and (unpacked is not None or len(codes) >= _VNNI_TOKENS)
+    if not integer:
+        from robuq.kernels import cpu_gemm
 
-    if cpu_gemm.available():
-        return cpu_gemm.ternary_gemm_cpu(codes, d, packed, alpha, rowsum, offset, bias)
-    y = _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=False)
+        if cpu_gemm.available():
+            return cpu_gemm.ternary_gemm_cpu(codes, d, packed, alpha, rowsum, offset, bias)
+    y = _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=integer)
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 
