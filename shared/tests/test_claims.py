@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from icml26_shared import measurements
+from icml26_shared._remembered import method_digest
 from icml26_shared.claims import (
     Claim,
     Measurement,
@@ -329,6 +330,45 @@ def test_what_was_measured_before_a_crash_is_kept(tmp_path):
     assert verdict.verdict == "holds"
     assert verdict.result.measurements["x"].values == (1.0, 2.0, 3.0)
     assert calls == [0, 1, 2]
+
+
+def test_a_run_that_claims_share_is_made_once(tmp_path, monkeypatch):
+    calls, digest = [], ["one"]
+    monkeypatch.setattr("icml26_shared.claims.method_digest", lambda package: digest[0])
+
+    def check(ctx):
+        return {"x": [ctx.shared(["train", seed], lambda seed=seed: calls.append(seed) or seed) for seed in ctx.seeds]}
+
+    claims = [claim(check, id="a", seeds=2), claim(check, id="b", seeds=3)]
+    judge(*claims, tmp_path=tmp_path)
+    assert calls == [0, 1, 2]
+    (tmp_path / "claims.jsonl").unlink()  # as after a change of the checks
+    report = judge(*claims, tmp_path=tmp_path)
+    assert calls == [0, 1, 2]
+    assert report.verdicts[1].result.measurements["x"].values == (0.0, 1.0, 2.0)
+    digest[0] = "another"
+    judge(*claims, tmp_path=tmp_path, fresh=True)
+    assert calls == [0, 1, 2] * 2
+    (tmp_path / "claims.jsonl").unlink()
+    digest[0] = "a third"
+    judge(claims[0], tmp_path=tmp_path)
+    assert calls == [0, 1, 2] * 2 + [0, 1]
+
+
+def test_the_methods_sources_are_told_from_its_commands(tmp_path, monkeypatch):
+    sources = tmp_path / "tool"
+    (sources / "integrations").mkdir(parents=True)
+    for name in ("method", "cli_train", "claims", "claims_runs", "bench", "demo", "integrations/trl"):
+        (sources / f"{name}.py").write_text("x = 1\n")
+    monkeypatch.setattr("icml26_shared.environment.package_folder", lambda name: sources if name == "tool" else None)
+    first = method_digest("tool")
+    for name in ("cli_train", "claims", "bench", "demo", "integrations/trl"):
+        (sources / f"{name}.py").write_text("x = 2\n")
+    assert method_digest("tool") == first
+    (sources / "claims_runs.py").write_text("x = 2\n")
+    second = method_digest("tool")
+    (sources / "method.py").write_text("x = 2\n")
+    assert len({first, second, method_digest("tool")}) == 3
 
 
 def test_fresh_and_only_keep_what_the_other_claims_measured(tmp_path):

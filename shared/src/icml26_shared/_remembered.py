@@ -18,13 +18,17 @@ def open_remembered(
     key: Sequence[str],
     *,
     forget: Callable[[Mapping[str, Any]], bool] | None = None,
+    any_sources: bool = False,
 ) -> JsonlStore:
     """The store ``name`` in the output folder; what other sources, versions, machines or seeds measured is refused.
 
     Args:
         forget: rows to measure again; with it, a file that would be refused is started anew.
+        any_sources: take a file whatever the sources were; its rows say themselves which sources made them.
     """
     path, settings = context.out_file(name), _settings(context)
+    if any_sources:
+        del settings["sources"]
     try:
         store = JsonlStore(path, key=key, settings=settings)
     except ValueError as error:
@@ -36,6 +40,14 @@ def open_remembered(
     if forget is not None:
         store.remove(forget)
     return store
+
+
+def method_digest(package: str) -> str:
+    """A hash of the sources that decide what a run of the method gives: those of the package without its commands and
+    plug-ins, and the data loaders and harnesses of the common package."""
+    method = source_digest(package, without=("cli*.py", "claims.py", "bench*.py", "demo.py", "integrations/*"))
+    harness = source_digest("icml26-shared", only=("data/*", "evaluation/*"))
+    return f"{method}-{harness}"
 
 
 def now() -> str:

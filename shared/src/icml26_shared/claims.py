@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from icml26_shared._remembered import now, open_remembered
+from icml26_shared._remembered import method_digest, now, open_remembered
 from icml26_shared.checkpoint import JsonlStore, atomic_write_json, atomic_write_text
 from icml26_shared.claims_report import Report, Result, Verdict
 from icml26_shared.console import Bar, Context
@@ -129,8 +129,8 @@ class ClaimContext:
         console: rich console.
     """
 
-    def __init__(self, context: Context, store: JsonlStore, claim: Claim) -> None:
-        self._context, self._store, self._claim = context, store, claim
+    def __init__(self, context: Context, store: JsonlStore, claim: Claim, runs: JsonlStore | None = None) -> None:
+        self._context, self._store, self._claim, self._runs = context, store, claim, runs
         self.claim_id = claim.id
         self.seeds = tuple(range(context.seed, context.seed + claim.seeds))
         self.seed = context.seed
@@ -166,6 +166,25 @@ class ClaimContext:
         """
         return self._store.remember({"claim": self._claim.id, "key": key}, fn)
 
+    def shared(self, key: Any, fn: Callable[[], Any]) -> Any:
+        """``fn()``, computed once for all claims: those that look at one training run from several sides train it once.
+
+        Kept in ``runs.jsonl`` of the output folder under the key and a hash of the sources that decide what the method
+        gives, so a run outlives changes of commands, plug-ins and checks, and is made again after others.
+
+        Args:
+            key: names the value within the package and holds whatever it depends on (method, rate, seed); JSON-able.
+            fn: as for :meth:`cached`.
+        """
+        if self._runs is None:
+            return self.cached(key, fn)
+        return self._runs.remember({"run": key, "sources": self.sources}, fn)
+
+    @property
+    def sources(self) -> str:
+        """The hash of the method's sources: names files that outlive a run, such as trained weights."""
+        return method_digest(self._context.distribution)
+
 
 def needs_gpu(gib: float = 0.0) -> Callable[[ClaimContext], str | None]:
     """For ``Claim.needs``: a CUDA or ROCm device with at least ``gib`` GiB of memory."""
@@ -188,13 +207,14 @@ def run(
 
     Every finished measurement is kept in ``claims.jsonl`` of the output folder: an interrupted run resumes, a repeated
     one reports without measuring again. A file made by other sources of the package, another version or another seed is
-    refused. ``claims.json`` and ``claims.md`` are written at the end.
+    refused. Training runs that claims share are kept in ``runs.jsonl``. ``claims.json`` and ``claims.md`` are written
+    at the end.
 
     Args:
         claims: what to check.
         context: of the command line; default: a silent one, writing to ``icml26-out``.
         only: ids of the claims to check; default all.
-        fresh: forget what an earlier run measured for these claims.
+        fresh: forget what an earlier run measured for these claims, and all training runs that claims share.
 
     Raises:
         UserError: an unknown id.
@@ -210,13 +230,16 @@ def run(
     verdicts = []
     with (
         open_remembered(context, "claims.jsonl", ("claim", "key"), forget=forget if fresh else None) as store,
+        open_remembered(
+            context, "runs.jsonl", ("run", "sources"), forget=(lambda row: True) if fresh else None, any_sources=True
+        ) as runs,
         context.progress("claims", len(chosen)) as bar,
     ):
         if len(store):
             context.note(f"going on from {len(store)} measurement(s) in {store.path}; --fresh measures again")
         for claim in chosen:
             bar.update(f"claims: {claim.id}")
-            verdicts.append(_judge(claim, context, store))
+            verdicts.append(_judge(claim, ClaimContext(context, store, claim, runs), store))
             bar.advance()
     report = Report(context.distribution, tuple(verdicts), environment(context.distribution))
     atomic_write_json(context.out_file("claims.json"), report)
@@ -270,8 +293,7 @@ def _list(context: Context, claims: Sequence[Claim]) -> int:
     return 0
 
 
-def _judge(claim: Claim, context: Context, store: JsonlStore) -> Verdict:
-    ctx = ClaimContext(context, store, claim)
+def _judge(claim: Claim, ctx: ClaimContext, store: JsonlStore) -> Verdict:
     start, seconds = time.perf_counter(), None
     try:
         missing = claim.needs(ctx) if callable(claim.needs) else claim.needs
@@ -287,7 +309,7 @@ def _judge(claim: Claim, context: Context, store: JsonlStore) -> Verdict:
     except Needs as needs:
         return Verdict(claim, f"needs: {needs}")
     except Exception as error:  # noqa: BLE001 - a check that crashes must not take the others with it
-        context.note(f"{claim.id} crashed:\n{traceback.format_exc()}")
+        ctx.note(f"{claim.id} crashed:\n{traceback.format_exc()}")
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return Verdict(claim, f"error: {said}", traceback=traceback.format_exc())
     return Verdict(claim, "holds" if holds else "fails", result, ctx.seeds, seconds, kept["measured"])

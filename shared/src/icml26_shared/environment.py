@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,21 @@ def package_folder(distribution: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def source_digest(distribution: str) -> str | None:
-    """A short hash of all Python sources of a distribution; None when it has no folder of sources."""
+def source_digest(distribution: str, *, only: Sequence[str] = ("*",), without: Sequence[str] = ()) -> str | None:
+    """A short hash of the Python sources of a distribution; None when it has no folder of sources.
+
+    Args:
+        only, without: patterns of :mod:`fnmatch`, over paths like ``integrations/trl.py``: the sources that count are
+            those that match one of the first and none of the second.
+    """
     folder = package_folder(distribution)
     if folder is None:
         return None
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        name = path.relative_to(folder).as_posix()
+        if any(fnmatch(name, pattern) for pattern in only) and not any(fnmatch(name, pattern) for pattern in without):
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -127,6 +127,8 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = models.load(
         args.model, dtype=models.chosen_dtype(args.dtype)
     )  # first: it names a wrong model at once
+    if args.explain is not None:
+        _check_explained(model, *args.explain)
     from manifoldkv import compress
 
     inputs = tokenizer(text, return_tensors="pt")
@@ -150,6 +152,18 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     )
     result = {"text": answer, "stored_bytes": stored, "dense_bytes": dense, "layers": [vars(s) for s in stats]}
     return result if explained is None else result | {"explain": vars(explained)}
+
+
+def _check_explained(model: Any, layer: int, head: int) -> None:
+    """Refuse a layer or a head that the model hasn't, before minutes of generating."""
+    config = model.config.get_text_config(decoder=True)
+    layers, heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    if not 0 <= layer < layers:
+        raise UserError(
+            f"--explain: layer={layer} is not a compressed layer; those are {', '.join(map(str, range(layers)))}"
+        )
+    if not 0 <= head < heads:
+        raise UserError(f"--explain: head={head} is not one of the {heads} key-value heads (0 ... {heads - 1})")
 
 
 def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import lru_cache
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from icml26_shared.checkpoint import JsonlStore
 from icml26_shared.claims import ClaimContext
 from maxrl.eval import addition, digits
 
@@ -36,7 +31,7 @@ def digits_run(ctx: ClaimContext, run: digits.Run, seed: int) -> dict[str, float
             model = digits.train(run, seed, epoch=lambda _: bar.advance())
         return digits.exact_metrics(model, digits.number_images(2000, places=run.places, split="test", seed=seed))
 
-    return _remember(ctx, "digits-runs.jsonl", {**asdict(run), "seed": seed}, compute)
+    return ctx.shared({"task": "digits", **asdict(run), "seed": seed}, compute)
 
 
 def addition_run(ctx: ClaimContext, method: str, lr: float, seed: int, scarce: int | None) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def addition_run(ctx: ClaimContext, method: str, lr: float, seed: int, scarce: i
         ) as bar:
             return addition.train(run, checkpoint=folder, step=lambda done, of: bar.advance())
 
-    return _remember(ctx, "addition-runs.jsonl", asdict(run), compute)
+    return ctx.shared({"task": "addition", **asdict(run)}, compute)
 
 
 def addition_value(result: dict[str, Any], metric: str) -> float:
@@ -79,27 +74,3 @@ def addition_tuned(
     metrics, a baseline at its best rate for ``metric``."""
     lr = addition_best_lr(ctx, method, metric if method in ("grpo", "rloo") else "sum", scarce)
     return [addition_run(ctx, method, lr, seed, scarce) for seed in ctx.seeds], lr
-
-
-@lru_cache(maxsize=1)
-def training_digest() -> str:
-    """Digest of the sources that decide what a training run gives."""
-    digest = hashlib.sha256()
-    folder = Path(addition.__file__).parent.parent
-    names: tuple[str, ...] = ("advantages", "groups", "coefficients", "estimators", "baselines")
-    names += ("eval/digits", "eval/addition", "eval/transformer")
-    for name in names:
-        digest.update((folder / f"{name}.py").read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _remember(ctx: ClaimContext, file: str, settings: dict[str, Any], compute: Callable[[], Any]) -> Any:
-    # One store per call: the file is locked only while a run is looked up or written, and holds every finished run. A
-    # run made by other training code is another run.
-    key = {"run": {**settings, "code": training_digest()}}
-    with JsonlStore(ctx.out_file(file), key=("run",)) as store:
-        if store.done(key):
-            return store.remember(key, compute)
-    value = compute()
-    with JsonlStore(ctx.out_file(file), key=("run",)) as store:
-        return store.remember(key, lambda: value)

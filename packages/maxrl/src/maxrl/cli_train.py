@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from icml26_shared import models
 from icml26_shared.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="ask through the tokenizer's chat template")
     parser.add_argument("--limit", type=int, help="use only the first prompts")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (default bfloat16)"
-    )
+    models.dtype_argument(parser, "bfloat16", "float32")
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +77,7 @@ def evaluate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     ks = _ks(args.k, args.n)
     prompts = load_prompts(args.data, args.limit)
     scorer = Scorer(args.verifier, sandbox=args.sandbox, timeout=args.timeout, max_failures=args.max_verifier_failures)
+    args.dtype = models.chosen_dtype(args.dtype)
     model, tokenizer = load_model(args.model, args.dtype)
     settings = {
         name: getattr(args, name)

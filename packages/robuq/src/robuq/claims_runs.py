@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from icml26_shared.checkpoint import JsonlStore, load_state, save_state
+from icml26_shared.checkpoint import load_state, save_state
 from icml26_shared.claims import ClaimContext
-from icml26_shared.environment import source_digest
 from robuq.baselines import baseline
 from robuq.config import RobuQConfig
 from robuq.eval import digits
@@ -47,7 +45,7 @@ CONFIGURATIONS: dict[str, digits.Run] = {
 
 def fp_model(ctx: ClaimContext, seed: int) -> nn.Module:
     """The floating point model of a seed, trained once."""
-    path = ctx.out_file(f"fp/{_digest()}-{seed}.safetensors")
+    path = ctx.out_file(f"fp/{ctx.sources}-{seed}.safetensors")
     model = TinyDiT()
     if path.is_file():
         model.load_state_dict(load_state(path))
@@ -111,25 +109,15 @@ def _copy(model: nn.Module) -> nn.Module:
     return copied.eval()
 
 
-@lru_cache(maxsize=1)
-def _digest() -> str:
-    return source_digest("robuq") or "installed"
-
-
 def remember(ctx: ClaimContext, key: dict[str, Any], compute: Callable[[], Any]) -> Any:
-    """``compute()``, kept in ``dit-runs.jsonl`` of the output folder; runs of other sources are measured again."""
-    named = {**key, "sources": _digest()}
-    threads = torch.get_num_threads()
-    path = ctx.out_file("dit-runs.jsonl")
-    with JsonlStore(path, key=("run", "seed", "sources"), settings={"torch": torch.__version__}) as store:
-        kept = store.get(named)
-    if kept is None:
+    """``compute()`` on one thread, made once for all claims."""
+
+    def alone() -> Any:
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)  # layers this small are slower on several cores, and sums keep one order
         try:
-            value = compute()
+            return compute()
         finally:
             torch.set_num_threads(threads)
-        with JsonlStore(path, key=("run", "seed", "sources"), settings={"torch": torch.__version__}) as store:
-            store.append({**named, "value": value})
-            kept = store.get(named)
-    return (kept or {})["value"]
+
+    return ctx.shared(key, alone)

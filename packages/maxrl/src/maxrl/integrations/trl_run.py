@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from icml26_shared import models
 from icml26_shared.checkpoint import atomic_write_text
 from icml26_shared.errors import UserError, require
 from maxrl.eval.loading import load_model
@@ -31,7 +32,7 @@ def run_training(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     if checkpoint is None:
         (out / "metrics.jsonl").unlink(missing_ok=True)
     scorer = Scorer(args.verifier, sandbox=args.sandbox, timeout=args.timeout, max_failures=args.max_verifier_failures)
-    model, tokenizer = load_model(args.model, args.dtype)
+    model, tokenizer = load_model(args.model, models.chosen_dtype(args.dtype))
     tokenizer.padding_side = "left"
     metrics = metrics_callback(out / "metrics.jsonl", ctx, int(config.max_steps))
 
