@@ -64,6 +64,12 @@ class Member:
         return dict(self._house_table.get("spills", {}))
 
     @property
+    def short_names(self) -> tuple[str, ...]:
+        """A second name of the console script, for typing: `[tool.icml26] short-name`."""
+        short = self._house_table.get("short-name")
+        return () if short is None else (short,)
+
+    @property
     def pending(self) -> tuple[str, ...]:
         """Rooms declared as still to come, in `[tool.icml26] pending`; a package with any is not released."""
         return tuple(self._house_table.get("pending", ()))

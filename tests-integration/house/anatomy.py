@@ -75,7 +75,7 @@ def rooms(member: Member) -> list[str]:
 
 
 def pyproject(member: Member) -> list[str]:
-    """Metadata that an index shows, lower bounds, and one console script called like the package."""
+    """Metadata that an index shows, lower bounds, and one console script called like the package, or its short name."""
     project, found = member.project, []
     if project["name"] != member.folder.name:
         found.append(f"pyproject.toml: the name {project['name']!r} is not the folder's name {member.folder.name!r}")
@@ -84,9 +84,9 @@ def pyproject(member: Member) -> list[str]:
             found.append(f"pyproject.toml: [project] {field} is missing or still to be written")
     if project.get("requires-python") != ">=3.11":
         found.append("pyproject.toml: requires-python must be '>=3.11'")
-    scripts = project.get("scripts", {})
-    if scripts != {project["name"]: f"{member.module}.cli:main"}:
-        found.append(f"pyproject.toml: the one console script is {project['name']} = '{member.module}.cli:main'")
+    main = f"{member.module}.cli:main"
+    if project.get("scripts", {}) != dict.fromkeys((project["name"], *member.short_names), main):
+        found.append(f"pyproject.toml: the one console script is {project['name']} = '{main}'")
     requirements = list(project.get("dependencies", ()))
     requirements += [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
     for requirement in requirements:

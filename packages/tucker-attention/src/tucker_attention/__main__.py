@@ -1,0 +1,5 @@
+"""``python -m tucker_attention``, for launchers that start modules."""
+
+from tucker_attention.cli import main
+
+main()

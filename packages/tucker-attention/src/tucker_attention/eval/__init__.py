@@ -1,0 +1,1 @@
+"""Small models and data that the demo, the claims and the tests share."""
