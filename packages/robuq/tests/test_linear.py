@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from robuq import packed as packed_module
 from robuq.config import RobuQConfig
-from robuq.kernels import rotate
+from robuq.kernels import cpu_decode, rotate
 from robuq.linear import RobuQLinear
 from robuq.lowrank import lowrank_factors
 from robuq.packed import PackedLinear
@@ -277,3 +278,49 @@ def test_packed_layer_has_no_float_copy():
     held = sum(t.numel() * t.element_size() for t in [*packed.parameters(), *packed.buffers()])
     assert held <= 0.2506 * 1152 * 1152 + 8 * 1152 + 4 * 1152 + 1152 // 8
     assert all(t.numel() <= 1152 for t in packed.buffers() if t.dtype.is_floating_point)
+
+
+def test_few_tokens_go_through_one_kernel_to_the_same_result(monkeypatch):
+    """Widths with and without Paley factors and padding; every kind of grid; with and without branch and bias."""
+    torch.manual_seed(0)
+    x_of = {n: torch.randn(4, n, generator=torch.Generator().manual_seed(n)) for n in (1, 7, 12, 64, 100, 576, 1152)}
+    settings = [{}, {"rank": 0}, {"signs": "none", "act_bits": 2}, {"quantizer": "absmax"}, {"act_bits": "ternary"},
+                {"gain": "unbiased", "act_bits": 1, "rank": 3}, {"rotation": "none"}]  # fmt: skip
+    for n, x in x_of.items():
+        for i, changed in enumerate(settings):
+            layer = RobuQLinear(n, 70 - n % 5, i % 2 == 0, RobuQConfig(**changed), "some.layer")
+            few = freeze(layer)
+            monkeypatch.setattr(packed_module, "DECODE_TOKENS", 4)
+            found = [few(x[:m]) for m in (1, 2, 4)]
+            monkeypatch.setattr(packed_module, "DECODE_TOKENS", 0)
+            expected = few(x)
+            for y in found:
+                assert relative(y, expected[: len(y)]) < 2e-6, (n, changed)
+
+
+def test_the_kernel_for_few_tokens_sees_changes_of_the_buffers():
+    packed, x = freeze(make(64, 8)), torch.randn(2, 64)
+    before = packed(x)
+    packed.bias += 1
+    assert torch.allclose(packed(x), before + 1, atol=1e-6)
+    packed.bias -= 1
+    packed.alpha *= 2
+    packed.B *= 2
+    assert torch.allclose(packed(x) - packed.bias, 2 * (before - packed.bias), atol=1e-5)
+    other = freeze(make(64, 8, seed=5))
+    packed.load_state_dict(other.state_dict())
+    assert torch.equal(packed(x), other(x))
+    packed.qweight = torch.full_like(packed.qweight, 0x55)  # all weights code 1, which is 0
+    packed.rowsum = torch.zeros_like(packed.rowsum)
+    packed.A = torch.zeros_like(packed.A)
+    assert torch.allclose(packed(x), packed.bias.expand(2, 8), atol=1e-6)
+
+
+def test_the_kernel_for_few_tokens_on_threads(monkeypatch):
+    torch.manual_seed(0)
+    layer = RobuQLinear(32, 1024, True, RobuQConfig(rank=2))
+    packed, x = freeze(layer), torch.randn(1, 32)
+    alone = packed(x)
+    monkeypatch.setattr(cpu_decode, "_WEIGHTS_A_THREAD", 1)
+    torch.set_num_threads(2)  # the fixture puts it back
+    assert torch.equal(packed(x), alone)

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal
 
 from robuq.hadamard import FALLBACKS, Fallback
-from robuq.quantizer import KINDS, STES, ActBits, Kind, TokenQuantizer, check_act_bits
+from robuq.quantizer import KINDS, STES, ActBits, Kind, Ste, TokenQuantizer, check_act_bits
 from robuq.ternary import WEIGHT_SCALES, Granularity, WeightScale
 
 GAINS = ("mse", "unbiased", "auto")
@@ -24,8 +25,8 @@ class RobuQConfig:
         act_bits: bits of the activations: 1 to 8, ``"ternary"``, 16 (not quantised), or a mapping from layer names or
             patterns to these, in which the first match wins.
         quantizer: see `robuq.quantizer.TokenQuantizer`.
-        gain: ``"mse"`` (the paper's, for training), ``"unbiased"``, or ``"auto"``: `robuq.calibration.choose_gain`
-            decides; until then ``"mse"``.
+        gain: ``"mse"`` (the paper's, for training), ``"unbiased"``, or ``"auto"``: whichever gives outputs nearer to
+            the unquantised ones on the calibration data that `robuq.quantize` and `robuq.from_pretrained` are given.
         weight_scale: ``"absmean"`` (the paper's, for training), ``"gauss"`` (best without training) or ``"ls"``.
         weight_gain: ``"mse"`` or ``"unbiased"``, for ``"gauss"`` weights; None does as ``gain`` says.
         granularity: one weight scale a ``"channel"``, or a ``"tensor"`` as BitNet has it.
@@ -62,7 +63,7 @@ class RobuQConfig:
     exclude: tuple[str, ...] = ("*embed*", "*norm*", "final_layer*", "lm_head", "proj_out")
     ada: tuple[str, ...] = ("*adaLN*",)
     fallback: Fallback = "pad"
-    ste: Literal["clipped", "identity"] = "clipped"
+    ste: Ste = "clipped"
     untie: bool = False
     check: bool = field(default=False)
 
@@ -130,7 +131,7 @@ class RobuQConfig:
 
     def token_quantizer(self, bits: ActBits, *, unbiased: bool) -> TokenQuantizer | None:
         """The quantiser of a layer at these bits; None for 16."""
-        return None if bits == 16 else TokenQuantizer(bits, self.quantizer, unbiased, self.ste)
+        return _token_quantizer(bits, self.quantizer, unbiased, self.ste)
 
     def replace(self, **changes: Any) -> RobuQConfig:
         """A copy with changes."""
@@ -180,6 +181,12 @@ class RobuQConfig:
     def ptq(cls, **changes: Any) -> RobuQConfig:
         """What quantisation without training should use."""
         return cls(**{"gain": "auto", "weight_scale": "gauss", "weight_gain": "unbiased", **changes})
+
+
+@lru_cache(maxsize=256)
+def _token_quantizer(bits: ActBits, kind: Kind, unbiased: bool, ste: Ste) -> TokenQuantizer | None:
+    # one object for each, as a layer asks at every call
+    return None if bits == 16 else TokenQuantizer(bits, kind, unbiased, ste)
 
 
 def _any(patterns: tuple[str, ...], name: str) -> bool:

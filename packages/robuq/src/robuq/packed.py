@@ -10,16 +10,19 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from icml26_shared.kernels import choose_path
 from robuq.config import RobuQConfig
 from robuq.hadamard import inverse_hadamard
-from robuq.kernels.hadamard_quant import hadamard_quant
+from robuq.kernels.grid import Grid
+from robuq.kernels.hadamard_quant import FLOATS, hadamard_quant
 from robuq.kernels.packed import pack_ternary, unpack_ternary
 from robuq.kernels.rotate import rotate_rows
-from robuq.kernels.ternary_gemm import ternary_gemm
+from robuq.kernels.ternary_gemm import ternary_gemm, vector_products
 from robuq.linear import RobuQLinear, Rotated
 from robuq.quantizer import TokenQuantizer
 
 CACHES = (None, "int8")
+DECODE_TOKENS = 4  # up to so many, all of a layer is one call
 _BLOCK = 1 << 19  # numbers of a block of weights that is unpacked at a time, where it is multiplied in floating point
 _NIBBLES = TokenQuantizer(4)
 
@@ -71,6 +74,7 @@ class PackedLinear(Rotated):
         self.register_buffer("B", torch.zeros(out_features, r, dtype=branch_dtype) if r else None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
         self._unpacked: tuple[Any, Tensor] | None = None
+        self._arrays: tuple[Any, Any] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -102,7 +106,9 @@ class PackedLinear(Rotated):
         flat = self.flat(x)
         quantizer, signs = self.quantizer, self.sign_vector()
         grid = quantizer.grid if quantizer is not None else None
-        if grid is not None and self.ternary_weights:
+        if grid is not None and self.ternary_weights and self._decodes(flat):
+            y = self._decode(flat, signs, grid)
+        elif grid is not None and self.ternary_weights:
             codes, d, rotated = hadamard_quant(flat, self.recipe, signs, grid, keep_rotated=self.A is not None)
             y = self._integer(codes, d * grid.gain, grid.offset, rotated)
         else:
@@ -113,6 +119,32 @@ class PackedLinear(Rotated):
             else:
                 y = self._floating(rotated if quantizer is None else quantizer.values(rotated), rotated)
         return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def _decodes(self, flat: Tensor) -> bool:
+        """Whether the kernel for few tokens takes these."""
+        return (
+            0 < flat.shape[0] <= DECODE_TOKENS
+            and flat.dtype in FLOATS
+            and (self.A is None or self.A.dtype == torch.bfloat16)
+            and choose_path(flat, self.qweight) == "cpu"
+            and vector_products()
+        )
+
+    def _decode(self, flat: Tensor, signs: Tensor | None, grid: Grid) -> Tensor:
+        from robuq.kernels import cpu_decode
+
+        tensors = [
+            self.qweight,
+            self.alpha,
+            self.rowsum,
+            *(t for t in (signs, self.bias, self.A, self.B) if t is not None),
+        ]
+        key = [(t.data_ptr(), t._version) for t in tensors]
+        if self._arrays is None or self._arrays[0] != key:  # the arrays share the tensors' memory
+            branch = () if self.A is None or self.B is None else (self.A, self.B)
+            arrays = cpu_decode.layer_arrays(signs, self.qweight, self.alpha, self.rowsum, self.bias, branch)
+            self._arrays = key, arrays
+        return cpu_decode.packed_linear_cpu(flat, self.recipe, grid, self._arrays[1])
 
     def _integer(self, codes: Tensor, d: Tensor, offset: Tensor | float, rotated: Tensor | None) -> Tensor:
         inner = None if self.A is None or rotated is None else F.linear(rotated.float(), self.A.float())
@@ -162,7 +194,7 @@ class PackedLinear(Rotated):
         return self._unpacked[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_unpacked": None}
+        return {**super().__getstate__(), "_unpacked": None, "_arrays": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         kept = {name: getattr(self, name) for name in ("alpha", "A", "B") if getattr(self, name) is not None}

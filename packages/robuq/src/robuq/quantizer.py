@@ -22,6 +22,7 @@ from robuq.kernels.grid import Grid, encode, token_step, within
 from robuq.kernels.rotate import rotate
 
 Kind = Literal["gauss_uniform", "gauss_lloyd", "minmax", "absmax"]
+Ste = Literal["clipped", "identity"]
 KINDS = ("gauss_uniform", "gauss_lloyd", "minmax", "absmax")
 STES = ("clipped", "identity")
 UNQUANTISED = 16
@@ -53,7 +54,7 @@ class TokenQuantizer:
     bits: Bits
     kind: Kind = "gauss_uniform"
     unbiased: bool = False
-    ste: Literal["clipped", "identity"] = "clipped"
+    ste: Ste = "clipped"
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

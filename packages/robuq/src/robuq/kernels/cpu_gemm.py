@@ -13,8 +13,9 @@ from torch import Tensor
 from robuq.kernels.cpu_vector import has_avx2, tile_1x4, tile_4x2
 from robuq.kernels.threads import over_rows
 
-_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True}
+_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 _TOKENS = 16  # tokens whose codes stay in the first cache while the weights stream by
+NO_BRANCH = (np.zeros((0, 0), np.float32), np.zeros((0, 0), np.uint16), np.zeros((0, 0), np.uint16))  # h, A, B
 _ROWS = 64  # outputs whose sums wait for their scales, so that these are applied a vector at a time
 
 
@@ -42,9 +43,27 @@ def _line_up(codes, lined):  # type: ignore[no-untyped-def]
     return total
 
 
+@njit(inline="always")
+def _add_branch(inner, up, y):  # type: ignore[no-untyped-def]
+    """``y += up inner`` for one token and some rows [., r] of B, bits of bfloat16."""
+    rank = inner.shape[0]
+    bits = np.empty(_ROWS * rank, np.uint32)
+    row = bits.view(np.float32)
+    for j in range(up.shape[0]):
+        for k in range(rank):
+            bits[j * rank + k] = np.uint32(up[j, k]) << np.uint32(16)
+    for j in range(up.shape[0]):
+        total = np.float32(0.0)
+        for k in range(rank):
+            total += row[j * rank + k] * inner[k]
+        y[j] += total
+
+
 @njit(**_OPTIONS)
-def _product(codes, d, z, packed, alpha, rowsum, bias, y, start, stop, first_row, last_row):  # type: ignore[no-untyped-def]
-    """Tokens ``start`` to ``stop`` against rows ``first_row`` to ``last_row``; an empty ``bias`` counts as zeros."""
+def product(codes, d, z, packed, alpha, rowsum, bias, inner, up, y, start, stop, first_row, last_row):  # type: ignore[no-untyped-def]
+    """Tokens ``start`` to ``stop`` against rows ``first_row`` to ``last_row``; empty ``bias`` and ``inner`` (see
+    :data:`NO_BRANCH`) count as zeros.
+    """
     n, length, out = codes.shape[1], packed.shape[1], packed.shape[0]
     vectors = (n + 127) // 128
     stride = vectors * 128
@@ -85,6 +104,8 @@ def _product(codes, d, z, packed, alpha, rowsum, bias, y, start, stop, first_row
                 if bias.shape[0]:
                     for j in range(rows):
                         y[token, block + j] += bias[block + j]
+                if inner.shape[0]:
+                    _add_branch(inner[token], up[block : block + rows], y[token, block : block + rows])
 
 
 def ternary_gemm_cpu(
@@ -103,9 +124,9 @@ def ternary_gemm_cpu(
     added = torch.empty(0) if bias is None else bias.detach().float()
     tensors = (codes, d.float(), z, packed, alpha.float(), rowsum.int(), added)
     arrays = tuple(t.contiguous().numpy() for t in tensors)
-    run = functools.partial(_product, *arrays, y.numpy())
+    run = functools.partial(product, *arrays, NO_BRANCH[0], NO_BRANCH[2], y.numpy())
     if m >= 2 * _TOKENS:
         over_rows(lambda start, stop: run(start, stop, 0, out), m, _TOKENS, _TOKENS)
     elif m:
-        over_rows(lambda first, last: run(0, m, first, last), out, 4, 256)
+        over_rows(functools.partial(run, 0, m), out, 4, 256)
     return y

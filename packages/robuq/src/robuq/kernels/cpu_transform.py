@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from robuq.hadamard import Rotation
 
 LANES = 8
-_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 _EMPTY = np.zeros(0, dtype=np.float32)
 
 
@@ -39,7 +39,7 @@ class _Recipe(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _recipe(rotation: Rotation, transposed: bool) -> _Recipe:
+def recipe_arrays(rotation: Rotation, transposed: bool) -> _Recipe:
     parts = [m.T if transposed else m for m in rotation.matrices()]
     flat = np.concatenate([np.ascontiguousarray(m).ravel() for m in parts]) if parts else _EMPTY
     orders = np.array(rotation.orders, dtype=np.int64)
@@ -47,11 +47,11 @@ def _recipe(rotation: Rotation, transposed: bool) -> _Recipe:
 
 
 @njit(inline="always")
-def _butterflies(buffer, total, power):  # type: ignore[no-untyped-def]
-    """Sylvester's transform along the innermost ``2^power`` elements of 8 lanes each, in place, two stages a pass."""
+def _butterflies(buffer, total, power, lanes):  # type: ignore[no-untyped-def]
+    """Sylvester's transform along the innermost ``2^power`` elements of ``lanes`` each, in place, two stages a pass."""
     stage = 0
     while stage < power:
-        h = LANES << stage
+        h = lanes << stage
         if stage + 1 < power:
             for base in range(0, total, 4 * h):
                 for r in range(base, base + h):
@@ -67,24 +67,38 @@ def _butterflies(buffer, total, power):  # type: ignore[no-untyped-def]
             stage += 1
 
 
+@njit(**OPTIONS)
+def _factor_narrow(source, target, base, matrices, start, order, right):  # type: ignore[no-untyped-def]
+    """What ``factor_axis`` does, where ``right`` is no multiple of 8."""
+    for j in range(order):
+        for r in range(right):
+            total = np.float32(0.0)
+            for i in range(order):
+                total += source[base + i * right + r] * matrices[start + i * order + j]
+            target[base + j * right + r] = total
+
+
 @njit(inline="always")
-def _transform(a, b, recipe):  # type: ignore[no-untyped-def]
-    """Rotate what is in ``a`` [n', 8]; the result is in ``a`` or in ``b``: 0 or 1 is returned."""
+def transform(a, b, recipe, lanes):  # type: ignore[no-untyped-def]
+    """Rotate what is in ``a`` [n', lanes]; the result is in ``a`` or in ``b``: 0 or 1 is returned."""
     matrices, orders, power, blocks, padded, _ = recipe
-    left, right, start = blocks, (padded // blocks) * LANES, 0
-    here, there, swapped = a.ctypes.data, b.ctypes.data, 0
+    left, right, start = blocks, (padded // blocks) * lanes, 0
+    here, there, swapped = a, b, 0
     for f in range(orders.shape[0]):
         order = orders[f]
-        size = right * 4
+        size = right
         right //= order
         for block in range(left):
-            matrix = matrices.ctypes.data + 4 * start
-            factor_axis(here + block * size, there + block * size, matrix, order, right)
+            if right % 8:
+                _factor_narrow(here, there, block * size, matrices, start, order, right)
+            else:
+                source, target = here.ctypes.data + 4 * block * size, there.ctypes.data + 4 * block * size
+                factor_axis(source, target, matrices.ctypes.data + 4 * start, order, right)
         left *= order
         start += order * order
         here, there = there, here
         swapped = 1 - swapped
-    _butterflies(b if swapped else a, padded * LANES, power)
+    _butterflies(here, padded * lanes, power, lanes)
     return swapped
 
 
@@ -116,7 +130,7 @@ def _from_lanes(a, rows):  # type: ignore[no-untyped-def]
 def _rotate_block(rows, a, b, recipe):  # type: ignore[no-untyped-def]
     """Rotate eight rows [8, n'] in place, without the scale."""
     _to_lanes(rows, a)
-    if _transform(a, b, recipe):
+    if transform(a, b, recipe, LANES):
         _from_lanes(b, rows)
     else:
         _from_lanes(a, rows)
@@ -141,7 +155,7 @@ def _load(x, signs, first, count, factor, rows):  # type: ignore[no-untyped-def]
                 rows[lane, i] = 0.0
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _rotate_rows(x, signs, recipe, inverse, out, start, stop):  # type: ignore[no-untyped-def]
     padded, scale = recipe[4], recipe[5]
     a, b = np.empty(padded * LANES, np.float32), np.empty(padded * LANES, np.float32)
@@ -161,7 +175,7 @@ def _rotate_rows(x, signs, recipe, inverse, out, start, stop):  # type: ignore[n
 
 
 @njit(inline="always")
-def _step(row, largest, step):  # type: ignore[no-untyped-def]
+def step_of_token(row, largest, step):  # type: ignore[no-untyped-def]
     """``d = step * statistic`` of a token; NaN where a value is not finite."""
     total = np.float64(0.0)
     if largest:
@@ -179,7 +193,7 @@ def _step(row, largest, step):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _encode(row, d, rounds, low, high, codes):  # type: ignore[no-untyped-def]
+def encode_token(row, d, rounds, low, high, codes):  # type: ignore[no-untyped-def]
     """Codes of a token; 0 where d is 0 or NaN."""
     if not d > 0:
         codes[:] = 0
@@ -191,7 +205,7 @@ def _encode(row, d, rounds, low, high, codes):  # type: ignore[no-untyped-def]
             codes[i] = np.int8(min(max(np.floor(row[i] / d), low), high))
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _quantise_rows(x, signs, recipe, grid, codes, d_out, rotated, start, stop):  # type: ignore[no-untyped-def]
     """Codes int8, steps, and (unless ``rotated`` is empty) the rotated tokens."""
     padded, scale = recipe[4], recipe[5]
@@ -203,14 +217,14 @@ def _quantise_rows(x, signs, recipe, grid, codes, d_out, rotated, start, stop): 
         _load(x, signs, first, count, scale, rows)
         _rotate_block(rows, a, b, recipe)
         for lane in range(count):
-            d = _step(rows[lane], largest, step)
+            d = step_of_token(rows[lane], largest, step)
             d_out[first + lane] = d
-            _encode(rows[lane], d, rounds, low, high, codes[first + lane])
+            encode_token(rows[lane], d, rounds, low, high, codes[first + lane])
             if rotated.shape[0]:
                 rotated[first + lane] = rows[lane]
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _fake_quant_rows(x, signs, recipe, grid, offset, reach, gain, rotated, values, bits, start, stop):  # type: ignore[no-untyped-def]
     """Rotated tokens, their quantised values, and the bitmap of where the gradient passes."""
     padded, scale = recipe[4], recipe[5]
@@ -222,8 +236,8 @@ def _fake_quant_rows(x, signs, recipe, grid, offset, reach, gain, rotated, value
         _load(x, signs, first, count, scale, rows)
         _rotate_block(rows, a, b, recipe)
         for lane in range(count):
-            row, d = first + lane, _step(rows[lane], largest, step)
-            _encode(rows[lane], d, rounds, low, high, codes)
+            row, d = first + lane, step_of_token(rows[lane], largest, step)
+            encode_token(rows[lane], d, rounds, low, high, codes)
             factor, limit = d * gain, d * reach if math.isfinite(reach) else np.float32(np.inf)
             for i in range(padded):
                 values[row, i] = (codes[i] + offset) * factor
@@ -236,7 +250,7 @@ def _fake_quant_rows(x, signs, recipe, grid, offset, reach, gain, rotated, value
                 bits[row, byte] = word
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _fake_quant_gradient_rows(grad_rotated, grad_values, bits, signs, recipe, out, start, stop):  # type: ignore[no-untyped-def]
     """``(grad_rotated + mask * grad_values) H^T D``; an empty ``grad_rotated`` counts as zeros."""
     padded, scale = recipe[4], recipe[5]
@@ -264,14 +278,14 @@ def _array(x: Tensor | None) -> np.ndarray:
     return _EMPTY if x is None else x.detach().to(torch.float32).contiguous().numpy()
 
 
-def _grid(grid: Grid) -> tuple[bool, float, bool, np.float32, np.float32]:
+def grid_numbers(grid: Grid) -> tuple[bool, float, bool, np.float32, np.float32]:
     return (grid.statistic == "max", grid.step, grid.rounds, np.float32(grid.low), np.float32(grid.high))
 
 
 def rotate_cpu(x: Tensor, recipe: Rotation, signs: Tensor | None, inverse: bool) -> Tensor:
     """Rotated rows [m, n'] ([m, n] with ``inverse``) of x's dtype."""
     out = torch.empty(x.shape[0], recipe.width if inverse else recipe.padded)
-    arguments = (_array(x), _array(signs), _recipe(recipe, inverse), inverse, out.numpy())
+    arguments = (_array(x), _array(signs), recipe_arrays(recipe, inverse), inverse, out.numpy())
     over_rows(functools.partial(_rotate_rows, *arguments), x.shape[0], LANES, 64)
     return out.to(x.dtype)
 
@@ -283,7 +297,7 @@ def hadamard_quant_cpu(
     m, padded = x.shape[0], recipe.padded
     codes, d = torch.empty(m, padded, dtype=torch.int8), torch.empty(m)
     rotated = torch.empty(m if keep else 0, padded)
-    arguments = (_array(x), _array(signs), _recipe(recipe, False), _grid(grid))
+    arguments = (_array(x), _array(signs), recipe_arrays(recipe, False), grid_numbers(grid))
     arrays = (codes.numpy(), d.numpy(), rotated.numpy())
     over_rows(functools.partial(_quantise_rows, *arguments, *arrays), m, LANES, 64)
     return codes, d, rotated if keep else None
@@ -296,7 +310,7 @@ def fake_quant_cpu(
     m, padded = x.shape[0], recipe.padded
     values, bits = torch.empty(m, padded), torch.empty(m, (padded + 7) // 8, dtype=torch.uint8)
     rotated = torch.empty(m if keep else 0, padded)
-    arguments = (_array(x), _array(signs), _recipe(recipe, False), _grid(grid))
+    arguments = (_array(x), _array(signs), recipe_arrays(recipe, False), grid_numbers(grid))
     numbers = (np.float32(grid.offset), np.float32(grid.reach), np.float32(grid.gain))
     arrays = (rotated.numpy(), values.numpy(), bits.numpy())
     over_rows(functools.partial(_fake_quant_rows, *arguments, *numbers, *arrays), m, LANES, 64)
@@ -310,6 +324,6 @@ def fake_quant_gradient_cpu(
     m = grad_values.shape[0]
     out = torch.empty(m, recipe.width)
     rotated = np.zeros((0, recipe.padded), np.float32) if grad_rotated is None else _array(grad_rotated)
-    arguments = (rotated, _array(grad_values), bits.numpy(), _array(signs), _recipe(recipe, True), out.numpy())
+    arguments = (rotated, _array(grad_values), bits.numpy(), _array(signs), recipe_arrays(recipe, True), out.numpy())
     over_rows(functools.partial(_fake_quant_gradient_rows, *arguments), m, LANES, 64)
     return out

@@ -103,11 +103,10 @@ def _cpu(
     unpacked: Tensor | None,
 ) -> Tensor:
     integer = _has_vnni() and (unpacked is not None or len(codes) >= _VNNI_TOKENS)
-    if not integer:
+    if not integer and vector_products():
         from robuq.kernels import cpu_gemm
 
-        if cpu_gemm.available():
-            return cpu_gemm.ternary_gemm_cpu(codes, d, packed, alpha, rowsum, offset, bias)
+        return cpu_gemm.ternary_gemm_cpu(codes, d, packed, alpha, rowsum, offset, bias)
     y = _by_rows(codes, d, packed, alpha, rowsum, offset, unpacked, integer=integer)
     return y if bias is None else y.add_(bias.to(y.dtype))
 
@@ -135,6 +134,14 @@ def _by_rows(
         sums = torch._int_mm(tokens, weights.T) if integer else tokens @ weights.float().T
         y[:, part] = _epilogue(sums.float(), d, alpha[part], rowsum[part], offset)
     return y
+
+
+@functools.lru_cache(maxsize=1)
+def vector_products() -> bool:
+    """Whether the CPU's kernels on two-bit weights run on this processor (AVX2)."""
+    from robuq.kernels import cpu_gemm
+
+    return cpu_gemm.available()
 
 
 @functools.lru_cache(maxsize=1)
