@@ -15,6 +15,7 @@ SHAPES = ((16, 4), (24, 6), (32, 4), (20, 5), (48, 8))  # d, H
 LATENTS = ((12, 8), (20, 10), (16, 24), (10, 5), (40, 12))  # d_cQ, d_cKV
 
 
+@torch.no_grad()
 def special_case_errors() -> dict[str, list[float]]:
     """Largest output errors, and how many of the mode ranks differ from the table's; one value a layer."""
     errors, wrong = [], []
