@@ -1,6 +1,7 @@
 """The console script's manners, and each command on a small model."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from robuq import __version__
 from robuq.cli import app
+from robuq.cli_qat import read_config
+from robuq.config import RobuQConfig
 from robuq.eval.tiny_dit import TinyDiT
+from robuq.integrations.pretrained import load_pretrained
+from robuq.surgery import quantised_layers
+from robuq.training import QATConfig
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +118,45 @@ def test_qat_runs_and_goes_on(checkpoint, tmp_path, capsys):
     code, again = run(capsys, "qat", config, "--out", tmp_path / "run")
     assert code == 0
     assert again["plan"] == result["plan"]
+
+
+def test_the_gain_is_decided_on_data(checkpoint, inputs, tmp_path, capsys):
+    arguments = ("quantize", checkpoint, "--preset", "dit", "--bits", 2, "--rank", 4, "--gain")
+    found = {}
+    for gain in ("mse", "unbiased", "auto"):
+        code, result = run(capsys, *arguments, gain, "--data", inputs, "--out", tmp_path / gain)
+        assert code == 0
+        found[gain] = result["gain"]
+        told = json.loads((tmp_path / gain / "robuq.json").read_text())
+        assert {row["unbiased"] for row in told["layers"].values()} == {result["gain"] == "unbiased"}
+    batch = load_file(inputs)
+    outputs = {}
+    for gain in ("mse", "unbiased"):
+        model = load_pretrained(tmp_path / gain, lambda: TinyDiT(depth=1))
+        outputs[gain] = model(**batch)
+        for _, layer in quantised_layers(model):
+            layer.bits = 16
+        exact = model(**batch)
+    better = min(outputs, key=lambda gain: float((outputs[gain] - exact).square().mean()))
+    assert found == {"mse": "mse", "unbiased": "unbiased", "auto": better}
+
+
+@pytest.mark.parametrize("key", ["checkpoint", "data"])
+def test_the_shipped_configuration_says_what_is_missing(key, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("yaml")
+    config = Path(__file__).parents[1] / "configs" / "dit_xl_a2.yaml"
+    told = read_config(config)
+    assert told["task"] == "latents"
+    assert QATConfig(**told["training"]).avg_bits == 2
+    assert RobuQConfig.for_dit(**told["quantization"]).attn_bits == 8
+    monkeypatch.chdir(tmp_path)
+    if key == "data":
+        Path(told["checkpoint"]).touch()
+    assert app.run(["qat", str(config), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"there is no {key} {told[key]!r} here" in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

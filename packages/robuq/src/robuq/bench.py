@@ -51,6 +51,7 @@ def run(ctx: Context, args: argparse.Namespace) -> BenchReport:
     _memory_rows(bench, ctx)
     for threads in (1, 2):
         _layer_rows(bench, args.pairs, threads)
+    _cached_row(bench, args.pairs)
     _hadamard_rows(bench)
     _model_row(bench)
     _allocation_row(bench)
@@ -179,6 +180,20 @@ def _layer_rows(bench: Bench, pairs: int, threads: int) -> None:
                     )
 
             bench.row(f"PackedLinear {label} against {peer}", measure, peer=peer, goal=goal)
+
+
+@torch.no_grad()
+def _cached_row(bench: Bench, pairs: int) -> None:
+    linear, packed = make_layer(1152, 1152)
+    packed.cache = "int8"
+    x = torch.randn(1, 1152, generator=torch.Generator().manual_seed(0))
+
+    def measure() -> Measured:
+        with threads_set(1), torch.no_grad():
+            return Measured(compare(lambda: packed(x), lambda: linear(x), pairs=pairs))
+
+    name = 'PackedLinear (1, 1152, 1152), cache="int8", 1 thread'
+    bench.row(name, measure, peer="F.linear float32", goal=Rule("ratio", ">=", 1.0))
 
 
 def _cpu_time(call: Callable[[], Any], repeats: int = 7) -> float:

@@ -15,7 +15,7 @@ app.standard(
     bench="robuq.bench:run",
     bench_arguments="robuq.bench:arguments",
 )
-_MODEL, _PLAN, _QAT = "robuq.cli_model", "robuq.cli_plan", "robuq.cli_qat"
+_MODEL, _PLAN, _QAT, _FID = "robuq.cli_model", "robuq.cli_plan", "robuq.cli_qat", "robuq.cli_fid"
 app.command(
     "quantize",
     f"{_MODEL}:quantize",
@@ -52,6 +52,13 @@ app.command(
     resumable=False,
 )
 app.command("qat", f"{_QAT}:qat", help="train with quantisation, resumably", arguments=f"{_QAT}:qat_arguments")
+app.command(
+    "eval-fid",
+    f"{_FID}:eval_fid",
+    help="measure the Frechet distance between two sets of images or features",
+    arguments=f"{_FID}:eval_fid_arguments",
+    resumable=False,
+)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from icml26_shared.errors import UserError
 from robuq.allocation import Plan, apply_plan
+from robuq.calibration import choose_gain
 from robuq.config import RobuQConfig
 from robuq.gaussian import Bits
 from robuq.inspection import inspect_layers
@@ -38,13 +39,16 @@ def preset_arguments(parser: argparse.ArgumentParser) -> None:
         "--bits", type=bits_argument, default=4, help="activation bits: 1 to 8, ternary, 16 (default 4)"
     )
     parser.add_argument("--rank", type=int, default=16, help="rank of the low-rank branch (default 16)")
-    parser.add_argument("--gain", choices=("mse", "unbiased"), help="gain of the activations (default: the preset's)")
+    parser.add_argument(
+        "--gain", choices=("mse", "unbiased", "auto"), help="gain of the activations (default: the preset's)"
+    )
 
 
 def quantize_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``quantize``."""
     preset_arguments(parser)
     parser.add_argument("--plan", type=Path, help="plan of `robuq allocate`, instead of --bits")
+    data_arguments(parser)
 
 
 def settings_of(args: argparse.Namespace) -> RobuQConfig:
@@ -81,9 +85,14 @@ def resolve(checkpoint: str) -> tuple[Path, Callable[[], nn.Module] | None]:
 def quantize(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Quantise, save, say what it weighs."""
     path, factory = resolve(args.checkpoint)
-    model = from_pretrained(path, settings_of(args), model_factory=factory)
+    config = settings_of(args)
+    batches, forward_fn = batches_of(args, path)
+    known: dict[str, Any] = {"batches": batches, "forward_fn": forward_fn} if batches else {}
+    model = from_pretrained(path, config, model_factory=factory, **known)
     if args.plan is not None:
         apply_plan(model, Plan.load(args.plan))
+        if config.gain == "auto" and batches:
+            choose_gain(model, batches, forward_fn)  # again, at the bits that it will run with
     names = [name for name, _ in quantised_layers(model)]
     if not names:
         raise UserError(f"the preset {args.preset!r} matches no linear layer of {args.checkpoint}")
@@ -100,6 +109,7 @@ def quantize(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         "float32_bytes": full,
         "packed_bytes": inside,
         "model_bytes": packed,
+        "gain": "unbiased" if any(layer.unbiased for _, layer in quantised_layers(model)) else "mse",
         "folder": ctx.out,
     }
 

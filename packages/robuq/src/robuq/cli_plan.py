@@ -31,7 +31,7 @@ def sensitivity(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("sensitivity needs calibration data: --text FILE or --data FILE.safetensors")
     path, factory = resolve(args.checkpoint)
     batches, forward_fn = batches_of(args, path)
-    model = from_pretrained(path, settings_of(args), model_factory=factory)
+    model = from_pretrained(path, settings_of(args), model_factory=factory, batches=batches, forward_fn=forward_fn)
     measured = measure_sensitivity(model, batches, forward_fn)
     target = ctx.out_file("sens.json")
     macs = {name: count for name, count in macs_per_token(model).items() if name in measured.values}

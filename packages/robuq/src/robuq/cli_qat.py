@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from icml26_shared.errors import UserError, require
+from icml26_shared.models import MODELS
 from robuq.config import RobuQConfig
 from robuq.storage import save_model
 from robuq.surgery import quantize
@@ -46,6 +47,13 @@ def qat(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         )
     except (TypeError, KeyError) as error:
         raise UserError(f"{args.config}: {error}") from None
+    for key in ("checkpoint", "data"):  # before anything is read, let alone trained
+        named = told.get(key)
+        if named is not None and named not in MODELS and not Path(str(named)).exists():
+            raise UserError(
+                f"{args.config}: there is no {key} {str(named)!r} here ({Path.cwd()}); put it there, or write its path "
+                f"after {key}:"
+            )
     model, loss, calibrate = prepare(told, args.seed, ctx)
     model = quantize(model, config)
     losses: list[float] = []

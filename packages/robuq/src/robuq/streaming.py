@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from icml26_shared.console import progress
 from robuq.attention import install_attention_bits
+from robuq.calibration import choose_gain, gain_left_at_mse
 from robuq.config import RobuQConfig
 from robuq.errors import RobuqFormatError
 from robuq.linear import RobuQLinear
@@ -25,7 +27,14 @@ _PICKLED = (".pt", ".pth", ".bin")
 
 
 def quantize_checkpoint(
-    checkpoint: str | Path, config: RobuQConfig, factory: Factory, *, dtype: torch.dtype | None = None
+    checkpoint: str | Path,
+    config: RobuQConfig,
+    factory: Factory,
+    *,
+    dtype: torch.dtype | None = None,
+    batches: Sequence[Any] | None = None,
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+    references: Sequence[Tensor] | None = None,
 ) -> nn.Module:
     """A packed model straight from a floating point checkpoint.
 
@@ -35,6 +44,10 @@ def quantize_checkpoint(
         config: settings.
         factory: makes the unquantised model; called with its parameters on the meta device.
         dtype: of what is not quantised; default as stored.
+        batches, forward_fn: calibration data for ``gain="auto"``, see `robuq.calibration.choose_gain`. Without them it
+            stays at ``"mse"``, with a warning.
+        references: outputs of the unquantised model on the batches, where somebody has them; None: the packed model's
+            own with unquantised activations.
 
     Returns:
         The packed model in eval mode.
@@ -42,7 +55,10 @@ def quantize_checkpoint(
     Raises:
         FileNotFoundError: no such checkpoint.
         RobuqFormatError: damaged files, or tensors missing or of another shape.
+        ValueError: only one of ``batches`` and ``forward_fn``.
     """
+    if (batches is None) != (forward_fn is None):
+        raise ValueError("calibration needs both batches and forward_fn")
     readers = open_checkpoint(Path(checkpoint))
     with meta_parameters():
         model = factory()
@@ -66,6 +82,10 @@ def quantize_checkpoint(
     _fill(model, readers, names, dtype, str(checkpoint))
     if config.attn_bits is not None:
         install_attention_bits(model, config.attn_bits)
+    if config.gain == "auto" and batches is not None and forward_fn is not None:
+        choose_gain(model, batches, forward_fn, references)
+    elif config.gain == "auto":
+        gain_left_at_mse(stacklevel=3)
     return model.eval()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,13 @@ from robuq.linear import RobuQLinear, Rotated
 from robuq.packed import CACHES, PackedLinear
 
 
-def quantize(model: nn.Module, config: RobuQConfig | None = None) -> nn.Module:
+def quantize(
+    model: nn.Module,
+    config: RobuQConfig | None = None,
+    *,
+    batches: Sequence[Any] | None = None,
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+) -> nn.Module:
     """Replace every matching linear layer by a trainable quantised one, in place.
 
     ``nn.Linear`` (its subclasses too, unless they have a forward of their own) and transformers' ``Conv1D`` are
@@ -22,12 +29,30 @@ def quantize(model: nn.Module, config: RobuQConfig | None = None) -> nn.Module:
     weight another module shares is left, with a warning, unless ``config.untie``. Layers of integer dtype are left. A
     model that is quantised already is not changed.
 
+    Args:
+        model: changed in place.
+        config: settings.
+        batches, forward_fn: calibration data, as for `robuq.measure_sensitivity`: with ``gain="auto"`` the gain is the
+            one whose outputs are nearer to the model's own before quantising. Without them it stays at ``"mse"``, with
+            a warning. Not used with another gain.
+
     Returns:
         The model; a new module if the model itself is a linear layer.
+
+    Raises:
+        ValueError: only one of ``batches`` and ``forward_fn``, or ``batches`` is empty.
     """
+    from robuq.calibration import choose_gain, gain_left_at_mse, outputs
+
     config = config or RobuQConfig()
+    if (batches is None) != (forward_fn is None) or (batches is not None and len(batches) == 0):
+        raise ValueError("calibration needs both batches, at least one, and forward_fn")
     if isinstance(model, Rotated):
         return model
+    fresh = config.gain == "auto" and not any(isinstance(module, Rotated) for module in model.modules())
+    references = None
+    if fresh and batches is not None and forward_fn is not None:
+        references = outputs(model, batches, forward_fn)
     owners = _weight_owners(model)
 
     def convert(name: str, module: nn.Module) -> nn.Module | None:
@@ -47,6 +72,10 @@ def quantize(model: nn.Module, config: RobuQConfig | None = None) -> nn.Module:
     model = replace_modules(model, convert)
     if config.attn_bits is not None:
         install_attention_bits(model, config.attn_bits)
+    if references is not None and batches is not None and forward_fn is not None:
+        choose_gain(model, batches, forward_fn, references)
+    elif fresh:
+        gain_left_at_mse(stacklevel=2)
     return model
 
 

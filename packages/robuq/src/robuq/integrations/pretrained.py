@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,19 @@ def from_pretrained(
     *,
     model_factory: Factory | None = None,
     dtype: torch.dtype | None = None,
+    batches: Sequence[Any] | None = None,
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+    references: Sequence[torch.Tensor] | None = None,
 ) -> nn.Module:
     """Quantise a floating point checkpoint layer by layer: peak memory is the packed model and one layer.
 
     Args:
         path: folder of transformers or diffusers with safetensors, or a ``.pt`` or ``.safetensors`` file.
-        config: settings; ``gain="auto"`` is left at ``"mse"``.
+        config: settings.
         model_factory: makes the unquantised model; needed for files, and for folders without a ``config.json``.
         dtype: of what is not quantised.
+        batches, forward_fn, references: calibration data for ``gain="auto"``, which without it stays at ``"mse"``, with
+            a warning; see `robuq.streaming.quantize_checkpoint`.
 
     Returns:
         The packed model in eval mode.
@@ -70,7 +75,9 @@ def from_pretrained(
                 raise FileNotFoundError(f"no checkpoint {str(path)!r}")
             raise ValueError(f"{path} is a file and does not say of which model; give model_factory")
         model_factory = host_factory(path, None)
-    return quantize_checkpoint(path, config, model_factory, dtype=dtype)
+    return quantize_checkpoint(
+        path, config, model_factory, dtype=dtype, batches=batches, forward_fn=forward_fn, references=references
+    )
 
 
 def host_factory(folder: Path, name: str | None) -> Factory:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from icml26_shared.errors import require
 from robuq.config import RobuQConfig
@@ -29,7 +29,12 @@ def timm_factory(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 def quantize_timm(
-    name: str, config: RobuQConfig | None = None, checkpoint: str | Path | None = None, **settings: Any
+    name: str,
+    config: RobuQConfig | None = None,
+    checkpoint: str | Path | None = None,
+    *,
+    images: Sequence[Tensor] | None = None,
+    **settings: Any,
 ) -> nn.Module:
     """A packed model of timm.
 
@@ -37,12 +42,18 @@ def quantize_timm(
         name: as ``timm.create_model`` takes it.
         config: default ``RobuQConfig.for_vit()``.
         checkpoint: safetensors or ``.pt`` file with its weights, read layer by layer; None: random weights.
+        images: batches [b, c, h, w], normalised, that ``gain="auto"`` is decided on.
         settings: further arguments of ``timm.create_model``.
     """
     config, factory = config or RobuQConfig.for_vit(), timm_factory(name, **settings)
+    forward_fn = None if images is None else _call
     if checkpoint is not None:
-        return quantize_checkpoint(checkpoint, config, factory)
-    return freeze(quantize(factory().eval(), config))
+        return quantize_checkpoint(checkpoint, config, factory, batches=images, forward_fn=forward_fn)
+    return freeze(quantize(factory().eval(), config, batches=images, forward_fn=forward_fn))
+
+
+def _call(model: nn.Module, batch: Tensor) -> Any:
+    return model(batch)
 
 
 def save_timm(model: nn.Module, folder: str | Path, name: str, **settings: Any) -> Path:
