@@ -1,0 +1,1 @@
+"""The small language model that claims, demo and bench train."""

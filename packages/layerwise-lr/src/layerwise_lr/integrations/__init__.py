@@ -1,0 +1,1 @@
+"""Host libraries, each imported only by its user."""
