@@ -9,6 +9,8 @@ import pytest
 from dppo import __version__
 from dppo.cli import app
 from dppo.cli_train import find_checkpoint, find_verifier, read_config, read_data
+from dppo.demo import _conclusion as conclusion
+from dppo.learning import Curve
 
 
 def run_json(capsys, *argv):
@@ -86,6 +88,19 @@ def test_demo_writes_figure_and_result(tmp_path, capsys):
     assert app.run(["demo", "--steps", "-1"]) == 2
 
 
+def test_demo_concludes_from_the_figures():
+    def curve(accuracy, cost):
+        return Curve([0, 1, 2], accuracy, [0, cost, 2 * cost], [0, 0, 0], [0] * 3, [0.0] * 3, [0.0] * 3, [0] * 3)
+
+    names = ("GRPO (full batch)", "DPPO .5/.5")
+    same = dict(zip(names, (curve([0.0, 0.3, 0.6], 100), curve([0.0, 0.3, 0.6], 60)), strict=True))
+    assert "reached accuracy 0.300 with 60% of the tokens" in conclusion(same)
+    dearer = dict(zip(names, (curve([0.0, 0.3, 0.6], 100), curve([0.0, 0.3, 0.6], 150)), strict=True))
+    assert "with 150% of the tokens" in conclusion(dearer)
+    worse = dict(zip(names, (curve([0.5, 0.3, 0.1], 100), curve([0.5, 0.6, 0.7], 60)), strict=True))
+    assert "gained nothing" in conclusion(worse)
+
+
 def test_claims_are_listed(capsys):
     from dppo.claims import CLAIMS
 
@@ -136,10 +151,14 @@ def test_train_end_to_end_and_resume(tmp_path, capsys):
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics if "loss" in m] == [1, 2]
     assert "speedup_tokens" in (tmp_path / "run" / "report.md").read_text()
+    for step, state in ((7, None), (8, '{"epoch": 0.')):  # killed while it saved
+        (tmp_path / "run" / f"checkpoint-{step}").mkdir()
+        if state:
+            (tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     config["trainer"]["max_steps"] = 3
     path.write_text(json.dumps(config))
     assert app.run(["train", "--config", str(path)]) == 0
-    assert "resuming from" in capsys.readouterr().err
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-2'}" in capsys.readouterr().err.replace("\n", "")
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics if "loss" in m] == [1, 2, 3]
     config["trainer"]["learning_speed"] = 3

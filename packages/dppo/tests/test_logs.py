@@ -1,11 +1,13 @@
 """Rollout logs: reading, replaying, and every kind of bad line."""
 
+import gzip
 import json
 
 import pytest
 import torch
 
 from dppo import PruningConfig
+from dppo.cli import app
 from dppo.logs import LogError, batches, read_groups, read_lengths, replay
 
 
@@ -101,11 +103,120 @@ def test_a_log_of_dead_groups_only(tmp_path):
         ('{"prompt_id": 1, "reward": 1, "length": 3.5}', "length must be a whole number"),
         ('{"prompt_id": 1, "reward": 1, "length": 3, "advantage": Infinity}', "advantage must be a finite number"),
         ('{"prompt_id": 1, "reward": 1, "length": 3, "step": "x"}', "step must be an integer"),
+        ('{"prompt_id": 1, "reward": 1, "length": 3, "step": 1.0}', "step must be an integer"),
+        ('{"prompt_id": 1, "reward": 1, "length": 3, "step": 18446744073709551616}', "step must be an integer"),
+        ('{"reward": 1, "length": 3}', "no 'prompt_id'"),
+        ('{"prompt_id": 1, "length": 3}', "no 'reward'"),
+        ('{"prompt_id": null, "reward": 1, "length": 3}', "prompt_id must be a text or an integer, got None"),
+        ('{"prompt_id": true, "reward": 1, "length": 3}', "prompt_id must be a text or an integer, got True"),
+        ('{"prompt_id": [1], "reward": 1, "length": 3}', r"prompt_id must be a text or an integer, got \[1\]"),
+        ('{"prompt_id": 1, "reward": null, "length": 3}', "reward must be a finite number"),
+        ('{"prompt_id": 1, "reward": false, "length": 3}', "reward must be a finite number"),
+        ('{"prompt_id": 1, "reward": [1], "length": 3}', "reward must be a finite number"),
+        ('{"prompt_id": 1, "reward": 1e200, "length": 3}', "reward must be a finite number below 1e.100, got 1e.200"),
+        (f'{{"prompt_id": 1, "reward": 1{"0" * 400}, "length": 3}}', "reward must be a finite number"),
+        ('{"prompt_id": 1, "reward": 1, "length": null}', "length must be a whole number"),
+        ('{"prompt_id": 1, "reward": 1, "length": true}', "length must be a whole number"),
+        ('{"prompt_id": 1, "reward": 1, "length": 10000000000000000000000}', "length must be a whole number"),
+        ("[" * 100_000, "line 2: not JSON that can be read"),
+        (f'{{"prompt_id": 1, "reward": 1{"0" * 5000}, "length": 3}}', "line 2: not JSON that can be read"),
+        ('{"prompt_id": "a", "reward": 1, "length": 3, "advantage": 1}', "line 1: no advantage, which other rows"),
     ],
 )
-def test_bad_lines_say_where(tmp_path, line, message):
+def test_bad_lines_say_where(tmp_path, capsys, line, message):
+    path = write(tmp_path / "log.jsonl", [group("a", [1])[0], line])
     with pytest.raises(LogError, match=message):
-        read_groups(write(tmp_path / "log.jsonl", [group("a", [1])[0], line]))
+        read_groups(path)
+    assert app.run(["audit", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1, "one line, no traceback"
+    assert shown.out == ""
+
+
+def test_line_ends_blank_lines_marks_and_gzip_do_not_matter(tmp_path):
+    rows = [json.dumps(row) for row in group("ä", [1, 0, 0]) + group("b", [0, 1, 1])]
+    plain = read_groups(write(tmp_path / "plain.jsonl", rows))
+    windows = "\ufeff" + "\r\n".join(["", *rows[:2], "  ", *rows[2:], "", ""])
+    (tmp_path / "windows.jsonl").write_bytes(windows.encode())
+    (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    for name in ("windows.jsonl", "log.jsonl.gz"):
+        other = read_groups(tmp_path / name)
+        assert [g.prompt for g in other] == [g.prompt for g in plain] == ["ä", "b"]
+        assert [g.rewards.tolist() for g in other] == [[1, 0, 0], [0, 1, 1]]
+
+
+def test_files_that_are_no_text_and_damaged_archives(tmp_path):
+    rows = "".join(json.dumps(row) + "\n" for row in group("a", range(500)))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt_id": "\xe4"}\n')
+    with pytest.raises(LogError, match="after line 0: not text in UTF-8"):
+        read_groups(tmp_path / "latin.jsonl")
+    whole = gzip.compress(rows.encode())
+    for damaged in (whole[:-20], whole[:100] + b"\0" * 20 + whole[120:], whole[:-8] + b"\0" * 8):
+        (tmp_path / "cut.gz").write_bytes(damaged)
+        with pytest.raises(LogError, match="the gzip file is damaged"):
+            read_groups(tmp_path / "cut.gz")
+    with pytest.raises(LogError, match="line 1: not JSON"):
+        read_groups(write(tmp_path / "two.jsonl", ['{"a": 1}{"a": 2}']))
+
+
+def test_null_is_absent(tmp_path):
+    rewards = {"a": [1, 0], "b": [1, 1], "c": [0, 1]}
+    bare = [row for name in "abac" for row in group(name, rewards[name])]
+    nulls = [{**row, "step": None, "advantage": None} for row in bare]
+    first, second = (read_groups(write(tmp_path / "log.jsonl", rows)) for rows in (bare, nulls))
+    assert [g.prompt for g in first] == [g.prompt for g in second] == ["a", "b", "a", "c"]
+    assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("prompt", [2**63, 2**64 - 1, -(2**80), "", "\ud800", "a\u2028b", "x" * 10_000])
+def test_any_prompt_id(tmp_path, prompt):
+    """Unsigned 64-bit hashes, long numbers, half of a surrogate pair, separators: an id is an id."""
+    rows = group(prompt, [1, 0, 0, 0]) + group("other", [1, 1, 0, 0]) + group(prompt, [1, 0, 0, 0])
+    result = replay(read_groups(write(tmp_path / "log.jsonl", rows)), PruningConfig(), prompts=2)
+    assert result.generated == pytest.approx(80 + 20), "recognised at its second visit"
+
+
+def test_one_item_groups_and_zero_lengths(tmp_path, capsys):
+    ones = write(tmp_path / "ones.jsonl", [row for i in range(5) for row in group(i, [i])])
+    assert [len(g.rewards) for g in read_groups(ones)] == [1] * 5
+    summary = replay(read_groups(ones), PruningConfig()).summary()
+    assert summary["dead_groups"] == 5, "one reward is its own mean"
+    assert app.run(["audit", str(ones)]) == 0
+    assert "All groups of this log are dead" in capsys.readouterr().out
+    empty = write(tmp_path / "empty.jsonl", group("a", [1, 0, 0], length=0))
+    summary = replay(read_groups(empty), PruningConfig()).summary()
+    assert summary["tokens"] == summary["generated_share"] == summary["updated_share"] == 0
+    assert summary["speedup_tokens"] is None
+    assert app.run(["audit", str(empty), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bias"]["cppo"]["signal_lost"] is None
+    assert app.run(["audit", str(empty)]) == 0
+    assert "has length 0" in capsys.readouterr().out
+    mixed = group("a", [1, 0, 0], length=0) + group("b", [1, 0, 0], length=7)
+    result = replay(read_groups(write(tmp_path / "mixed.jsonl", mixed)), PruningConfig(prompt_rate=0))
+    assert result.updated == pytest.approx(7 * (1 + 0.5 + 0.5))
+
+
+def test_equal_advantages_of_a_log_are_not_pruned(tmp_path):
+    rows = group("a", [1, 1, 1], advantage=-0.3) + group("b", [1, 0, 1, 0])
+    result = replay(read_groups(write(tmp_path / "log.jsonl", rows)), PruningConfig(0.95, 0.95))
+    assert result.updated == result.generated == result.tokens == 70
+    assert result.added == 0
+
+
+def test_a_huge_group(tmp_path):
+    """50,000 completions of one prompt, one right: all others are low."""
+    result = replay(
+        read_groups(write(tmp_path / "log.jsonl", group("a", [1] + [0] * 49_999, length=2))), PruningConfig()
+    )
+    assert result.tokens == 100_000
+    assert result.updated == pytest.approx(2 + 2 * 49_999 / 2)
+    assert result.ess == pytest.approx(0.5, rel=0.02)  # half of them with weight 2: (Σw)² / Σw² of n/2 each
+
+
+def test_dead_batches_do_not_count_as_lost_sample_size(tmp_path):
+    rows = group("a", [1, 1, 1, 1]) + group("b", [1, 1, 0, 0])
+    summary = replay(read_groups(write(tmp_path / "log.jsonl", rows)), PruningConfig(), prompts=1).summary()
+    assert summary["ess_share"] == 1
 
 
 def test_empty_and_missing_files(tmp_path):
@@ -121,8 +232,11 @@ def test_lengths(tmp_path):
     for bad in ("x", "1.5", '{"tokens": 3}'):
         with pytest.raises(LogError, match="line 1"):
             read_lengths(write(tmp_path / "c.txt", [bad]))
-    with pytest.raises(LogError, match="lengths are >= 0"):
-        read_lengths(write(tmp_path / "c.txt", ["-1"]))
+    for bad in ("-1", "1" + "0" * 30):
+        with pytest.raises(LogError, match="lengths are >= 0 and at most"):
+            read_lengths(write(tmp_path / "c.txt", [bad]))
+    (tmp_path / "d.gz").write_bytes(gzip.compress(b"3\r\n4\r\n"))
+    assert read_lengths(tmp_path / "d.gz").tolist() == [3, 4]
 
 
 def test_mixed_int_and_text_ids(tmp_path):

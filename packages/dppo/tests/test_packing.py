@@ -120,6 +120,8 @@ def test_a_hundred_thousand_items():
     assert sorted(np.concatenate(packing.rows).tolist()) == list(range(100_000))
     assert packing.density > 0.97
     assert max(int(lengths[row].sum()) for row in packing.rows) <= 4096
+    assert int(packing.position_ids(flat=True).sum()) == int((lengths * (lengths - 1) // 2).sum())
+    assert int(packing.cu_seqlens()[-1]) == int(lengths.sum())
 
 
 @settings(max_examples=60, deadline=None)

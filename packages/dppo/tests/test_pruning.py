@@ -86,14 +86,26 @@ def test_weights_are_inverse_probabilities_and_zero_where_removed():
         assert result.weight.dtype == result.prob.dtype == torch.float32
 
 
+STEPS, COPIES = 100, 20
+
+
+def draws(advantages, group_size, cfg, seed=0, sample_ids=None):
+    """PruneResults of STEPS steps, each on COPIES copies of the groups side by side: 2,000 draws in 100 calls."""
+    ids = None if sample_ids is None else torch.cat([sample_ids + 1000 * copy for copy in range(COPIES)])
+    return [
+        prune_completions(
+            advantages.repeat(COPIES), group_size, cfg, generator=MaskGenerator(seed, step), sample_ids=ids
+        )
+        for step in range(STEPS)
+    ]
+
+
 @pytest.mark.parametrize("mode", UNBIASED)
 def test_mean_weight_over_masks_is_one(mode):
-    """Monte-Carlo, 4 standard errors (union over the items by Bonferroni-free margin: 4 s.e. at 12 items)."""
+    """Monte-Carlo, 4 standard errors between steps (the copies of one step are not independent in every design)."""
     advantages = T([0.75, -0.25, -0.25, -0.25, 1.5, 0.1, -0.6, -1.0, 0.2, -0.2, 0.3, -0.3])
     cfg = PruningConfig(mode=mode, completion_rate=0.6)
-    weights = torch.stack(
-        [prune_completions(advantages, 4, cfg, generator=MaskGenerator(1, step)).weight for step in range(2000)]
-    ).double()
+    weights = torch.stack([r.weight.double().reshape(COPIES, 12).mean(0) for r in draws(advantages, 4, cfg, seed=1)])
     error = weights.std(0) / len(weights) ** 0.5
     assert ((weights.mean(0) - 1).abs() <= 4 * error + 1e-6).all()
 
@@ -102,13 +114,13 @@ def test_mean_weight_over_masks_is_one(mode):
 def test_true_inclusion_probabilities_with_a_minimum_per_group(mode):
     advantages = T([0.9, -0.1, -0.2, -0.3, -0.3])
     cfg = PruningConfig(mode=mode, completion_rate=0.9, min_keep_per_group=3)
-    results = [prune_completions(advantages, 5, cfg, generator=MaskGenerator(0, step)) for step in range(2000)]
-    keeps = torch.stack([r.keep for r in results]).double()
+    results = draws(advantages, 5, cfg)
+    keeps = torch.cat([r.keep.reshape(COPIES, 5) for r in results]).double()
     assert (keeps.sum(1) >= 3).all()
     share = keeps.mean(0)
-    expected = 1 - results[0].prob.double()
+    expected = 1 - results[0].prob[:5].double()
     assert ((share - expected).abs() <= 4 * (expected * (1 - expected) / len(keeps)).sqrt() + 1e-12).all()
-    weights = torch.stack([r.weight for r in results]).double()
+    weights = torch.cat([r.weight.reshape(COPIES, 5) for r in results]).double()
     assert ((weights.mean(0) - 1).abs() <= 4 * weights.std(0) / len(weights) ** 0.5 + 1e-6).all()
 
 
@@ -178,9 +190,7 @@ def test_duplicate_sample_ids_draw_independently_and_without_favour():
     """Ties would let the design "fixed" always remove the earlier of two duplicates."""
     advantages, ids = T([0.9, -0.3, -0.3, -0.3]), T([1, 2, 2, 3])
     cfg = PruningConfig(mode="fixed", completion_rate=0.4)
-    keeps = torch.stack(
-        [prune_completions(advantages, 4, cfg, generator=MaskGenerator(0, s), sample_ids=ids).keep for s in range(2000)]
-    ).double()
+    keeps = torch.cat([r.keep.reshape(COPIES, 4) for r in draws(advantages, 4, cfg, sample_ids=ids)]).double()
     assert ((keeps.mean(0)[1:] - 2 / 3).abs() < 4 * (2 / 9 / 2000) ** 0.5).all()
 
 
@@ -245,9 +255,9 @@ def test_water_filling_meets_budget_and_is_optimal_against_perturbations():
 def test_systematic_draw_hits_its_inclusion_probabilities_exactly():
     pi = T([0.3, 1.0, 0.55, 0.9, 0.05, 0.2])
     order = T([3, 0, 5, 1, 2, 4])
-    starts = (torch.arange(20000) + 0.5) / 20000
+    starts = (torch.arange(2000) + 0.5) / 2000
     keeps = torch.stack([systematic(pi.double(), order, float(u)) for u in starts]).double()
-    assert torch.allclose(keeps.mean(0), pi.double(), atol=1.01 / 20000)
+    assert torch.allclose(keeps.mean(0), pi.double(), atol=1.01 / 2000)
     assert set(keeps.sum(1).tolist()) <= {math.floor(pi.sum()), math.ceil(pi.sum())}
 
 

@@ -1,13 +1,16 @@
 """Pruning inside the real TRL trainer."""
 
 import pickle
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("trl")
 
 import dppo_trl as small
+from transformers import TrainerState
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
@@ -81,12 +84,19 @@ LOSS_OPTIONS = [(name, "token", 0.0) for name in LOSS_TYPES] + [
     ("dapo", "sequence", 0.1),
     ("dr_grpo", "token", 0.1),
 ]
+# Seeds of the order of the prompts: two groups with three low rows each; one of them and one that is half right; one of
+# them and a dead one.
+BATCHES = {"two low": (3, 64), "low and even": (2, 8), "low and dead": (4, 8)}
+WHICH = ["two low", *(["low and even", "low and dead"] * len(LOSS_OPTIONS))]
+CASES = [(*options, which) for options, which in zip(LOSS_OPTIONS, WHICH, strict=False)]
 
 
-@pytest.mark.parametrize(("loss_type", "level", "beta"), LOSS_OPTIONS)
-def test_expected_gradient_over_all_masks_is_trl_s_full_gradient(tmp_path, monkeypatch, loss_type, level, beta):
+@pytest.mark.parametrize(("loss_type", "level", "beta", "which"), CASES)
+def test_expected_gradient_over_all_masks_is_trl_s_full_gradient(tmp_path, monkeypatch, loss_type, level, beta, which):
     """Two micro-batches of four rows, off-policy, every mask of the batch: E = the gradient of the plain trainer."""
+    seed, masks = BATCHES[which]
     options = {
+        "seed": seed,
         "loss_type": loss_type, "importance_sampling_level": level, "beta": beta, "per_device_train_batch_size": 4,
         "steps_per_generation": 2, "gradient_accumulation_steps": 1,
         "epsilon_high": 5.0 if loss_type == "cispo" else 0.2,
@@ -113,7 +123,7 @@ def test_expected_gradient_over_all_masks_is_trl_s_full_gradient(tmp_path, monke
     micro_batches_of(ours)
     batch = {"advantages": found["advantages"], "groups": small.GENERATIONS}
     probability, weights = enumerate_weights(DynamicPruning(ours.pruning).components(batch), 8)
-    assert 4 <= len(weights) <= 64
+    assert len(weights) == masks
     expected = torch.zeros_like(full)
     for p, weight in zip(probability, weights, strict=True):
         forced = PruneResult(
@@ -142,11 +152,11 @@ def test_weights_stay_outside_ratio_and_clip(tmp_path, monkeypatch):
 def test_training_with_pruning_logs_what_it_saved(tmp_path):
     trainer = small.trainer(
         DynamicPruningTrainer,
-        small.config(DynamicPruningConfig, tmp_path, max_steps=24, per_device_train_batch_size=16),
+        small.config(DynamicPruningConfig, tmp_path, max_steps=14, per_device_train_batch_size=16),
     )
     trainer.train()
     rows = [row for row in trainer.state.log_history if "dppo/ess" in row]
-    assert len(rows) == 24
+    assert len(rows) == 14
     names = ("prompts_kept", "completions_kept", "tokens_generated", "tokens_updated", "tokens_skipped", "max_weight")
     assert all(f"dppo/{name}" in rows[0] for name in names)
     assert all(0 < row["dppo/completions_kept"] < 1 for row in rows)
@@ -169,6 +179,42 @@ def test_packed_training_equals_padded_training(tmp_path, beta):
         results.append((parameters(trainer), trainer))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=2e-5)
     assert results[1][1].state.log_history[0]["dppo/density"] == 1.0
+
+
+def test_completions_without_tokens(tmp_path):
+    """TRL wants a token in each, and masks all tokens of a truncated one: here of the first of each group, and in every
+    third prompt of all. Such rows stay in the batch without counting as tokens, packed or not."""
+
+    def rollouts(texts, trainer):
+        found = small.rollouts(texts, trainer)
+        for place, text in enumerate(texts):
+            if place % small.GENERATIONS == 0 or int(text.split()[0][1:]) % 3 == 0:
+                found["completion_ids"][place].pop()  # the end of sequence
+        return found
+
+    results, normalizers = [], []
+    for pack in (False, True):
+        args = small.config(
+            DynamicPruningConfig, tmp_path, pack=pack, learning_rate=1e-3, loss_type="dapo",
+            mask_truncated_completions=True,
+        )  # fmt: skip
+        trainer = small.trainer(DynamicPruningTrainer, args)
+        trainer.rollout_func = rollouts
+        gather = trainer._gather_batch
+
+        def spy(batch, draws, gather=gather):
+            shared = gather(batch, draws)
+            normalizers.append((shared["token_normalizer"], int(shared["lengths"].sum()), shared["lengths"].tolist()))
+            return shared
+
+        trainer._gather_batch = spy
+        trainer.train()
+        assert all(np.isfinite(losses(trainer)))
+        results.append(parameters(trainer))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=2e-5)
+    assert normalizers[:3] == normalizers[3:]
+    assert all(z == max(tokens, 1) for z, tokens, _ in normalizers)
+    assert all(lengths[0] == lengths[4] == 0 for _, _, lengths in normalizers)
 
 
 def test_old_log_probabilities_are_computed_for_kept_rows_only(tmp_path, monkeypatch):
@@ -242,7 +288,7 @@ def masks_of(trainer, log):
 
 def test_resumed_run_gives_the_same_masks_and_parameters(tmp_path):
     options = {
-        "max_steps": 14,
+        "max_steps": 12,
         "per_device_train_batch_size": 16,
         "save_strategy": "steps",
         "save_steps": 5,
@@ -253,7 +299,7 @@ def test_resumed_run_gives_the_same_masks_and_parameters(tmp_path):
     first = small.trainer(DynamicPruningTrainer, small.config(DynamicPruningConfig, tmp_path, **options), n=20)
     masks_of(first, whole)
     first.train()
-    assert len(whole) == 14
+    assert len(whole) == 12
     assert any(pulled > 4 for _, pulled, _, _ in whole)
     for step in (5, 10):
         log.clear()
@@ -264,8 +310,16 @@ def test_resumed_run_gives_the_same_masks_and_parameters(tmp_path):
         assert torch.equal(parameters(again), parameters(first))
 
 
-def test_resuming_between_two_updates_on_the_same_rollouts(tmp_path):
+def test_resuming_between_two_updates_on_the_same_rollouts(tmp_path, monkeypatch):
     """Two updates a generation, a checkpoint after the first: the second uses the rollouts that were kept."""
+    save, complete = TrainerState.save_to_json, []
+
+    def spy(self, path):
+        names = {file.name for file in Path(path).parent.iterdir()}
+        complete.append({plugin.STATE_FILE, plugin.ROLLOUTS_FILE.format(0)} <= names)
+        save(self, path)
+
+    monkeypatch.setattr(TrainerState, "save_to_json", spy)
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_iterations": 2}
     whole, rest = [], []
     first = masks_of(
@@ -273,6 +327,7 @@ def test_resuming_between_two_updates_on_the_same_rollouts(tmp_path):
     )
     first.train()
     assert len(whole) == 3
+    assert complete == [True, True], "the trainer's state, which says that a checkpoint is whole, comes last"
     args = small.config(DynamicPruningConfig, tmp_path / "again", **options)
     again = masks_of(small.trainer(DynamicPruningTrainer, args), rest)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -281,11 +336,11 @@ def test_resuming_between_two_updates_on_the_same_rollouts(tmp_path):
 
 
 def test_epochs_count_passes_and_end_early(tmp_path):
-    args = small.config(DynamicPruningConfig, tmp_path, max_steps=-1, num_train_epochs=4)
+    args = small.config(DynamicPruningConfig, tmp_path, max_steps=-1, num_train_epochs=2)
     trainer = small.trainer(DynamicPruningTrainer, args)
     trainer.train()
-    full = 4 * 24 // 2
-    assert trainer.pruning_sampler.passes == 4
+    full = 2 * 24 // 2
+    assert trainer.pruning_sampler.passes == 2
     assert trainer.state.global_step < full
 
 

@@ -76,3 +76,5 @@ def test_rows_without_tokens_are_free():
     empty["response_mask"][2] = 0
     result = prune_batch(empty, PruningConfig(completion_rate=0), generator=0)
     assert result.keep.tolist() == [True, True, False, True]
+    nothing = {"advantages": torch.zeros(4, 0), "response_mask": torch.zeros(4, 0).long(), "uid": batch()["uid"]}
+    assert not prune_batch(nothing, generator=0).keep.any()

@@ -34,12 +34,18 @@ def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
         ["method", "signal Σ |A|·tokens lost", "net push Σ A·tokens ÷ Σ |A|·tokens"],
         [[name, values["signal_lost"], values["drift"]] for name, values in result["bias"].items()],
     )
+    ctx.say(_conclusion(result))
+    return {"rates": [cfg.prompt_rate, cfg.completion_rate], **result}
+
+
+def _conclusion(result: dict[str, Any]) -> str:
+    if result["dead_groups"] == result["groups"]:
+        return "All groups of this log are dead: nothing in it moves the policy, and all its updates are free to skip."
+    if not result["signal"]:
+        return "Every completion of this log with an advantage has length 0: there are no tokens to save or to lose."
     lost = {name: result["bias"][name]["signal_lost"] for name in ("cppo", "greso")}
     worst = max(lost, key=lambda name: (lost[name], name))
-    ctx.say(
+    return (
         f"Dynamic pruning would spend {1 / result['speedup_tokens']:.0%} of the tokens without bias; "
         f"{worst.upper()} would lose {lost[worst]:.1%} of this run's signal without making up for it."
-        if result["speedup_tokens"] and lost[worst] == lost[worst]
-        else "All groups of this log are dead: nothing in it moves the policy, and all of its updates are free to skip."
     )
-    return {"rates": [cfg.prompt_rate, cfg.completion_rate], **result}

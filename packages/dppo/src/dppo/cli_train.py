@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dppo.logs import read_lines
 from icml26_shared.checkpoint import atomic_write_text
 from icml26_shared.console import Context
 from icml26_shared.errors import UserError, require
@@ -63,7 +64,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     yaml = require("yaml", "dppo[trl]")
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict):
         raise UserError(f"{path} must hold keys and values: {', '.join(sorted(KEYS))}")
@@ -76,16 +77,23 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def find_checkpoint(folder: Path, resume: str) -> str | None:
-    """The checkpoint to go on from: the newest one ("auto"), none ("no"), or the folder given."""
+    """The checkpoint to go on from: the newest whole one ("auto"), none ("no"), or the folder given."""
     if resume == "no":
         return None
     if resume != "auto":
         if not Path(resume).is_dir():
             raise FileNotFoundError(f"--resume {resume}: no such checkpoint folder (or auto, or no)")
         return resume
-    if not folder.is_dir():
-        return None
-    return require("transformers.trainer_utils", "dppo[trl]").get_last_checkpoint(str(folder))
+    steps = {int(path.name[11:]): path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal()}
+    return next((str(steps[step]) for step in sorted(steps, reverse=True) if _is_whole(steps[step])), None)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether saving it came to its end: trainer_state.json is written last."""
+    try:
+        return isinstance(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")), dict)
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def make_trainer(settings: dict[str, Any], *, seed: int) -> Any:
@@ -122,9 +130,7 @@ def _text(completion: Any) -> str:
 def read_data(path: str | Path) -> list[dict[str, Any]]:
     """Rows {"prompt", "answer"}; "question" and "problem" are read as prompts too."""
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(Path(path)):
         try:
             row = json.loads(line)
             prompt = next(row[name] for name in ("prompt", "question", "problem") if name in row)

@@ -27,7 +27,7 @@ def prompt_key(prompt: Any) -> int:
 
 def hash_and_check(text: str) -> tuple[int, int]:
     """(id, check): two independent 64-bit halves of one digest. Equal ids with unequal checks are a collision."""
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest[:8], "big", signed=True), int.from_bytes(digest[8:], "big", signed=True)
 
 
@@ -53,6 +53,9 @@ def int_ids(
 def _int_id(value: Any) -> int:
     if isinstance(value, (bool, float, np.floating)):
         raise TypeError(f"id {value!r}: ids must be integers or texts")
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    return prompt_key(value)
+    return int(value) if is_int64(value) else prompt_key(value)
+
+
+def is_int64(value: Any) -> bool:
+    """Whether a value is an id as it stands: an integer that 64 bits hold. Longer ones are hashed like texts."""
+    return isinstance(value, (int, np.integer)) and -(2**63) <= value < 2**63

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -76,14 +78,13 @@ def pack_sequences(
         capacity = max(sum(sizes) + sum(prompt_sizes), 1)
     packing = pack_window(sizes, capacity, window, prefix_ids=keys, prefix_lengths=prompt_sizes, overflow=overflow)
     by_key = dict(zip(keys, prompts, strict=True))
-    rows = [_row(packing, index, by_key, completions) for index in range(len(packing.rows))]
-    return packing, rows
+    bounds = np.searchsorted([s.row for s in packing.segments], np.arange(len(packing.rows) + 1)).tolist()
+    return packing, [_row(packing, *ends, by_key, completions) for ends in pairwise(bounds)]
 
 
-def _row(packing: Packing, index: int, prompts: dict, completions: Sequence[Tensor]) -> PackedRow:
-    """The segments of one row, renumbered from 0."""
-    first = next(i for i, s in enumerate(packing.segments) if s.row == index)
-    segments = [s for s in packing.segments[first:] if s.row == index]
+def _row(packing: Packing, first: int, end: int, prompts: dict, completions: Sequence[Tensor]) -> PackedRow:
+    """The row of the segments first .. end−1, renumbered from 0."""
+    segments = packing.segments[first:end]
     pieces, positions, predict, target, items, counts = [], [], [], [], [], []
     prefix_start, prefix_length, at = [], [], 0
     for s in segments:

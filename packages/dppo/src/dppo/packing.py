@@ -111,18 +111,24 @@ class Packing:
 
     def cu_seqlens(self) -> Int64[Tensor, " segments+1"]:
         """Boundaries of the segments in the flat view: 0, l_0, l_0 + l_1, ..."""
-        return torch.tensor(np.cumsum([0] + [s.length for s in self.segments]), dtype=torch.int64)
+        return torch.nn.functional.pad(self._sizes().cumsum(0), (1, 0))
+
+    def _sizes(self) -> Int64[Tensor, " segments"]:
+        return torch.tensor([s.length for s in self.segments], dtype=torch.int64)
 
     def position_ids(self, *, flat: bool = False) -> Int64[Tensor, "..."]:
         """Position of each token within its own sequence: from 0, or from the prefix's length after a prefix."""
-        pieces = [
-            torch.arange(s.length) + (self.segments[s.prefix].length if s.prefix >= 0 else 0) for s in self.segments
-        ]
-        return self._place(pieces, flat, 0)
+        sizes, bounds = self._sizes(), self.cu_seqlens()
+        before = torch.tensor(
+            [self.segments[s.prefix].length if s.prefix >= 0 else 0 for s in self.segments], dtype=torch.int64
+        )
+        shift = (bounds[:-1] - before).repeat_interleave(sizes)
+        return self._place(torch.arange(len(shift)) - shift, flat, 0)
 
     def segment_ids(self, *, flat: bool = False) -> Int64[Tensor, "..."]:
         """Index of the segment of each token, -1 at padding."""
-        return self._place([torch.full((s.length,), i) for i, s in enumerate(self.segments)], flat, -1)
+        sizes = self._sizes()
+        return self._place(torch.arange(len(sizes)).repeat_interleave(sizes), flat, -1)
 
     def block_mask(self) -> Bool[Tensor, "rows width width"]:
         """Which key each query sees: itself and earlier ones of its own segment, and all of its prefix."""
@@ -145,7 +151,7 @@ class Packing:
             if len(piece) < s.length:
                 raise ValueError(f"item {s.item} has {len(piece)} entries, {s.length} are needed")
             pieces.append(piece[: s.length])
-        return self._place(pieces, flat, fill)
+        return self._place(torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64), flat, fill)
 
     def unpack(self, packed: Shaped[Tensor, "..."], *, flat: bool = False) -> list[Shaped[Tensor, "..."]]:
         """The items' stretches, in the order of the items; the inverse of `pack`."""
@@ -158,10 +164,8 @@ class Packing:
                 result[s.item] = row[at : at + s.length]
         return result  # type: ignore[return-value]
 
-    def _place(self, pieces: list[Tensor], flat: bool, fill: float) -> Tensor:
-        if not pieces:
-            return torch.zeros((0,) if flat else (0, 0), dtype=torch.int64)
-        joined = torch.cat(pieces)
+    def _place(self, joined: Tensor, flat: bool, fill: float) -> Tensor:
+        """The flat view, or the rows of it."""
         if flat:
             return joined
         out = joined.new_full((len(self.rows), self.width, *joined.shape[1:]), fill)

@@ -21,7 +21,7 @@ from torch import Tensor
 from dppo.config import PruningConfig, check_rate
 from dppo.designs import floor_count, rank_in_stratum, remove_count
 from dppo.draws import MaskGenerator, as_generator
-from dppo.keys import hash_and_check, int_ids, text_of
+from dppo.keys import hash_and_check, int_ids, is_int64, text_of
 from dppo.pruning import PruneResult, distinct, systematic_keep, warn_deterministic
 
 Ids = Tensor | np.ndarray | Sequence[Any]
@@ -57,14 +57,13 @@ class PromptHistory:
         if n is not None and n < 1:
             raise ValueError(f"n={n}: the number of prompts must be at least 1, or None for keys")
         self.n, self.rate, self.decay, self.mode = n, rate, decay, threshold
-        self._rows: dict[int, int] = {}
+        self._rows: dict[tuple[int, int], int] = {}  # by (key, check): equal keys of different texts stay apart
         self._keys = np.zeros(0, np.int64)
         self._checks = np.zeros(0, np.int64)
         self._score = np.zeros(0)
         self._length = np.zeros(0)
         self._step = np.zeros(0, np.int64)
         self._frozen: float | None = None
-        self._collisions = 0
         self._just_loaded = False
 
     def __len__(self) -> int:
@@ -73,9 +72,8 @@ class PromptHistory:
 
     @property
     def collisions(self) -> int:
-        """Pairs of different prompt texts met so far whose 64-bit hashes were equal (each keeps a history of its
-        own)."""
-        return self._collisions
+        """How many prompts share their 64-bit id with another one met before (each keeps a history of its own)."""
+        return len(self) - len(np.unique(self._keys[: len(self)]))
 
     @property
     def threshold(self) -> float:
@@ -176,7 +174,8 @@ class PromptHistory:
         self._score = np.array(state["score"], dtype=np.float64)
         self._length = np.array(state["length"], dtype=np.float64)
         self._step = np.array(state["step"], dtype=np.int64)
-        self._rows = {int(key): row for row, key in enumerate(self._keys)}
+        pairs = zip(self._keys.tolist(), self._checks.tolist(), strict=True)
+        self._rows = {pair: row for row, pair in enumerate(pairs)}
         self._frozen = float(state["frozen"]) if bool(state["is_frozen"]) else None
         self._just_loaded = True
 
@@ -208,22 +207,15 @@ class PromptHistory:
         if isinstance(ids, (Tensor, np.ndarray)) and not (isinstance(ids, np.ndarray) and ids.dtype.kind in "OU"):
             pairs = [(key, 0) for key in int_ids(ids).tolist()]
         else:
-            pairs = [(int(i), 0) if isinstance(i, (int, np.integer)) else hash_and_check(text_of(i)) for i in ids]
+            pairs = [(int(i), 0) if is_int64(i) else hash_and_check(text_of(i)) for i in ids]
         return np.array([self._row(key, check, create=create) for key, check in pairs], dtype=np.int64)
 
     def _row(self, key: int, check: int, *, create: bool) -> int:
-        """Row of a prompt, -1 if unknown. A key taken by another text moves on to the next free key."""
+        """Row of a prompt, -1 if unknown."""
         if self.n is not None and not 0 <= key < self.n:
             raise ValueError(f"prompt id {key} is outside 0..{self.n - 1}; use PromptHistory(n=None) for arbitrary ids")
-        while True:
-            row = self._rows.get(key, -1)
-            if row < 0:
-                return self._append(key, check) if create else -1
-            if self._checks[row] == check:
-                return row
-            if create:
-                self._collisions += 1
-            key += 1
+        row = self._rows.get((key, check), -1)
+        return self._append(key, check) if row < 0 and create else row
 
     def _append(self, key: int, check: int) -> int:
         row = len(self._rows)
@@ -235,7 +227,7 @@ class PromptHistory:
         self._keys[row], self._checks[row], self._score[row], self._length[row], self._step[row] = (
             key, check, np.nan, np.nan, -1,
         )  # fmt: skip
-        self._rows[key] = row
+        self._rows[key, check] = row
         return row
 
 

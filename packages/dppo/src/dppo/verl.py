@@ -78,6 +78,8 @@ def _parts(data: Any) -> tuple[MutableMapping[str, Any], Mapping[str, Any]]:
 
 def _per_row(advantages: Tensor, mask: Tensor) -> Tensor:
     """The one advantage of each response; 0 for responses without tokens."""
+    if not mask.shape[1]:  # a batch of empty responses
+        return advantages.new_zeros(len(mask))
     on = mask.bool()
     top = advantages.masked_fill(~on, float("-inf")).amax(1)
     bottom = advantages.masked_fill(~on, float("inf")).amin(1)

@@ -290,8 +290,7 @@ class DynamicPruningMixin(_Host):
             values = torch.zeros(batch["completion_ids"].shape, device=rows.device)
             size = self.args.per_device_train_batch_size
             # Every process makes the same number of forward passes, so that sharded models stay in step.
-            passes = self.accelerator.gather(torch.tensor([-(-len(rows) // size)], device=rows.device)).max()
-            for number in range(int(passes)):
+            for number in range(self._most_of_all_processes(-(-len(rows) // size))):
                 part = rows[number * size : (number + 1) * size]
                 used = part if len(part) else torch.zeros(1, dtype=torch.long, device=rows.device)
                 ids = torch.cat([batch["prompt_ids"][used], batch["completion_ids"][used]], 1)
@@ -302,6 +301,9 @@ class DynamicPruningMixin(_Host):
                     )
                 values[part] = found[: len(part)].float()
             batch[name] = values
+
+    def _most_of_all_processes(self, count: int) -> int:
+        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
@@ -315,7 +317,7 @@ class DynamicPruningMixin(_Host):
                 model, input_ids, attention_mask, logits_to_keep, capacity=self.args.pack_capacity,
                 window=self.args.pack_window, share_prompts=self.args.share_prompts, temperature=self.temperature,
                 entropy=compute_entropy, autocast=self.accelerator.autocast, stats=self._pack_stats,
-                config=self.accelerator.unwrap_model(model),
+                config=self.accelerator.unwrap_model(model), most_rows=self._most_of_all_processes,
             )  # fmt: skip
             aux_loss = None
         else:
@@ -367,10 +369,14 @@ class DynamicPruningMixin(_Host):
     # --- state -----------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._active:  # first: a checkpoint is whole once it has its trainer_state.json, which comes last
+            self._save_pruning_state(trial)
+            self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        if not self._active:
-            return
+
+    def _save_pruning_state(self, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
         if self.args.should_save:
             sampler = None if self.pruning_sampler is None else self.pruning_sampler.state_dict()
             save_state(folder / STATE_FILE, {"history": self.history.state_dict(), "sampler": sampler})
@@ -378,7 +384,6 @@ class DynamicPruningMixin(_Host):
         every = self.args.steps_per_generation * self.num_iterations
         rest = self._buffered_inputs if self._step % every else None
         mine = {"step": self._step, "generations": self.generation_count, "micro_batches": rest}
-        folder.mkdir(parents=True, exist_ok=True)
         save_state(folder / ROLLOUTS_FILE.format(self.accelerator.process_index), mine)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:

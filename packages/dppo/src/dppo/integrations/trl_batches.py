@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dppo.integrations.transformers import packed_attention_of, packed_logps
-from dppo.packed import pack_sequences
+from dppo.kernels import PackedLayout
+from dppo.packed import PackedRow, pack_sequences
 
 PROMPT_KEYS = ("prompt_ids", "prompt_mask")
 
@@ -97,21 +98,31 @@ class PackStats:
         return density
 
 
+def _empty_row(input_ids: Tensor, item: int) -> PackedRow:
+    """A packed row of one token that predicts nothing."""
+    start, none = input_ids[:1, :1], input_ids.new_zeros(0)
+    return PackedRow(start, torch.zeros_like(start), PackedLayout(torch.tensor([0, 1])), none, none, [item], [0])
+
+
 def packed_log_probabilities(
     model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *, capacity: int | None, window: int,
     share_prompts: bool, temperature: float, entropy: bool, autocast: Callable[[], Any], stats: PackStats, config: Any,
+    most_rows: Callable[[int], int],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What TRL's padded forward pass returns, (rows, logits_to_keep), from packed rows; 0 at padding.
 
     `config` is the unwrapped model, whose attention is switched for the call; `model` is called, so that DDP sees it.
+    `most_rows` is given the number of packed rows and returns the largest of all processes: each makes as many
+    passes, since a pass may hold collective operations (DDP's buffers, sharded weights) that wait for all.
     """
     split = input_ids.shape[1] - logits_to_keep
     prompts = [ids[:split][mask[:split].bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
     places = [torch.nonzero(mask[split:]).flatten() for mask in attention_mask]
     completions = [ids[split:][place] for ids, place in zip(input_ids, places, strict=True)]
     packing, rows = pack_sequences(prompts, completions, capacity=capacity, window=window, share_prompts=share_prompts)
+    fill = [_empty_row(input_ids, -1 - n) for n in range(most_rows(len(rows)) - len(rows))] if capacity else []
     with packed_attention_of(config), autocast():
-        logps, entropies = packed_logps(model, rows, temperature=temperature, entropy=entropy)
+        logps, entropies = packed_logps(model, [*fill, *rows], temperature=temperature, entropy=entropy)
     stats.tokens += packing.tokens
     stats.room += int(packing.widths.sum()) if capacity else packing.tokens
 
@@ -120,6 +131,7 @@ def packed_log_probabilities(
         for item, place in enumerate(places):
             line = torch.zeros(logits_to_keep, device=input_ids.device, dtype=values[item].dtype)
             lines.append(line.index_put((place,), values[item]))
-        return torch.stack(lines)
+        # Zero, and a part of the graph: the backward pass goes through as many passes on every process too.
+        return torch.stack(lines) + sum(values[row.items[0]].sum() for row in fill)
 
     return spread(logps), spread(entropies) if entropy else None
