@@ -58,4 +58,4 @@ def _int_id(value: Any) -> int:
 
 def is_int64(value: Any) -> bool:
     """Whether a value is an id as it stands: an integer that 64 bits hold. Longer ones are hashed like texts."""
-    return isinstance(value, (int, np.integer)) and -(2**63) <= value < 2**63
+    return isinstance(value, (int, np.integer)) and -(2**63) <= int(value) < 2**63
