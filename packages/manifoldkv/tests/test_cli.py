@@ -370,6 +370,13 @@ class TestGenerate:
         _, found, _ = run(*command, "--json")
         assert found["layers"][0]["stored_length"] == 38 + 4
 
+    def test_without_ratio_and_budget_half_goes_and_it_says_so(self, run, command):
+        code, found, _ = run(*command, "--json")
+        assert code == 0
+        assert found["layers"][0]["stored_length"] == 76 // 2 + 4
+        _, _, said = run(*command)
+        assert "half of the prompt's tokens are removed (--ratio 0.5)" in said
+
     def test_nothing_evicted_has_nothing_to_explain(self, run, command):
         code, _, said = run(*command, "--ratio", 0, "--explain", 0, 0)
         assert code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import signal
@@ -210,6 +211,11 @@ class TestDamage:
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             with pytest.raises(CacheFormatError, match="damaged"):
                 ManifoldCache.load(path, model.config)
+
+    def test_the_model_is_not_its_configuration(self, tmp_path):
+        with pytest.raises(TypeError, match=r"config must be the model's configuration \(model.config\), not Linear"):
+            # as a user meets it: in these tests the annotations are checked too, and speak first
+            inspect.unwrap(saved_module.load_cache)(tmp_path / "prompt.safetensors", torch.nn.Linear(1, 1))
 
     def test_foreign_safetensors(self, tiny, tmp_path):
         model = copy.deepcopy(tiny("llama"))

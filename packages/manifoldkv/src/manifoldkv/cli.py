@@ -62,7 +62,7 @@ def main() -> None:
 def _compression_arguments(parser: argparse.ArgumentParser) -> None:
     from manifoldkv.config import KVConfig
 
-    parser.add_argument("--ratio", type=float, help="share of the tokens removed, in [0, 1)")
+    parser.add_argument("--ratio", type=float, help="share of the tokens removed, in [0, 1) (default 0.5)")
     parser.add_argument("--budget", type=int, help="tokens kept per head, instead of --ratio")
     parser.add_argument(
         "--metric", default="auto", help="auto, l2, cosine, cosine_mean, knorm, decomposed, random, streaming"
@@ -113,7 +113,7 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
 
     cfg = KVConfig(
         metric=args.metric,
-        compression_ratio=args.ratio if args.ratio is not None or args.budget is not None else 0.5,
+        compression_ratio=0.5 if args.ratio is None and args.budget is None else args.ratio,
         budget=args.budget,
         window=args.window,
         phase=args.phase,
@@ -129,6 +129,8 @@ def generate(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     )  # first: it names a wrong model at once
     if args.explain is not None:
         _check_explained(model, *args.explain)
+    if args.ratio is None and args.budget is None:
+        ctx.note("neither --ratio nor --budget given: half of the prompt's tokens are removed (--ratio 0.5)")
     from manifoldkv import compress
 
     inputs = tokenizer(text, return_tensors="pt")

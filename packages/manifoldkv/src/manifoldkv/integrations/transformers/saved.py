@@ -80,7 +80,10 @@ def load_cache(path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | 
         FileNotFoundError: no such file.
         CacheFormatError: not a saved cache, damaged, or of another model (type, layers, heads, head size, rotary base,
             dtype).
+        TypeError: ``config`` is not a configuration, e.g. the model itself.
     """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config must be the model's configuration (model.config), not {type(config).__name__}")
     header, tensors = _read(Path(path))
     decoder = config.get_text_config(decoder=True)
     _check_fits(header, fingerprint(decoder), dtype or getattr(decoder, "dtype", None), path)
