@@ -22,7 +22,7 @@ def test_blocks_run_one_after_the_other(tiny_folder, tmp_path, monkeypatch, caps
     for block in blocks:
         for given, smaller in {**SMALLER, "path/to/model": str(tiny_folder)}.items():
             block = block.replace(given, smaller)
-        exec(compile(block, str(README), "exec"), names)
+        exec(compile(block, str(README), "exec"), names)  # noqa: S102
     prompt = names["inputs"]["input_ids"].shape[1]
     assert "stored_length=41" in capsys.readouterr().out  # half of 76, and the generated ones but the last
     assert names["cache"].stats()[0].stored_length > 40  # 40 of the prompt, and what came after it
