@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from icml26_shared.kernels import KernelSpec
 from tucker_attention.kernels import triton_attention, triton_backward, triton_decode
-from tucker_attention.kernels.layout import launch_for, power_of_two
+from tucker_attention.kernels.layout import gradient_launch, launch_for, power_of_two
 
 _FLOATS = ("lse_ptr", "d_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "cos_q_ptr", "sin_q_ptr", "cos_k_ptr", "sin_k_ptr")
+_WIDTHS = (64, 128, 256)
 
 
 def specs() -> list[KernelSpec]:
@@ -19,31 +20,29 @@ def specs() -> list[KernelSpec]:
         _forward("forward bf16 shared latent RoPE", 64, 64, 64, ROPE_Q=True, ROPE_K=True),
         _forward("forward bf16 r3=128 heads", 128, 128, 0),
         _forward("forward bf16 r3=256 heads", 256, 256, 0),
-        *(_gradient(f"gradient of queries bf16 r3={r}", triton_backward.query_gradient_kernel, r) for r in (64, 128)),
-        *(_gradient(f"gradient of keys bf16 r3={r}", triton_backward.key_gradient_kernel, r) for r in (64, 128)),
-        *(_decode(f"decode bf16 r3={r}", r) for r in (64, 128, 256)),
+        *(_gradient(of, r) for of in triton_backward.KERNELS for r in _WIDTHS),
+        *(_decode(f"decode bf16 r3={r}", r) for r in _WIDTHS),
     ]
 
 
 def _forward(name: str, r3: int, s3: int, s2: int, **flags: bool) -> KernelSpec:
-    chosen = launch_for(r3, s3, s2)
+    chosen = launch_for(r3, s3, s2, flags.get("ROPE_K", False))
     half = (r3 + 1) // 2
     constants: dict[str, Any] = {
-        "FIRST": half, "STEP": 1, "CAUSAL": True, "ROPE_Q": False, "ROPE_K": False, "MASKED": True,
-        "FUSED": chosen.fused, "HALF": half, "HALF_P": power_of_two(half),
+        "R3": r3, "S3": s3, "S2": s2, "FIRST": half, "STEP": 1, "CAUSAL": True, "ROPE_Q": False, "ROPE_K": False,
+        "MASKED": True, "FUSED": chosen.fused, "HALF": half, "HALF_P": power_of_two(half),
         "S3_P": power_of_two(s3), "S2_P": power_of_two(max(1, s2)),
         **chosen.blocks, **flags,
     }  # fmt: skip
     return _spec(name, triton_attention.forward_kernel, constants, chosen.warps)
 
 
-def _gradient(name: str, kernel: Any, r3: int) -> KernelSpec:
-    wide = power_of_two(r3)
-    block = 64 if wide <= 64 else 32
+def _gradient(of: Literal["queries", "keys"], r3: int) -> KernelSpec:
+    chosen, wide = gradient_launch(r3, r3, of), power_of_two(r3)
     constants: dict[str, Any] = {
-        "CAUSAL": True, "MASKED": True, "BLOCK_M": block, "BLOCK_N": block, "R3_P": wide, "S3_P": wide,
+        "R3": r3, "S3": r3, "CAUSAL": True, "MASKED": True, "R3_P": wide, "S3_P": wide, **chosen.blocks,
     }  # fmt: skip
-    return _spec(name, kernel, constants, 4)
+    return _spec(f"gradient of {of} bf16 r3={r3}", triton_backward.KERNELS[of], constants, chosen.warps)
 
 
 def _decode(name: str, r3: int) -> KernelSpec:

@@ -16,39 +16,39 @@ from torch import Tensor
 
 from icml26_shared.kernels import jit, launching_on, triton_language
 from tucker_attention.kernels.layout import Launch, launch_for, power_of_two
+from tucker_attention.kernels.masks_triton import key_places, last_seen, load_columns, with_columns
 from tucker_attention.kernels.rotary import Tables, rotate
 
 tl = triton_language()
 
 
 @jit
-def _turn(a, b, cos_ptr, sin_ptr, where, inside):  # type: ignore[no-untyped-def]
+def _turn(a, b, cos_ptr, sin_ptr, where, column, HALF: tl.constexpr, HALF_P: tl.constexpr):  # type: ignore[no-untyped-def]
     """The pair (a, b) rotated by the angles at ``where``."""
-    cos = tl.load(cos_ptr + where, mask=inside, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    cos = load_columns(cos_ptr + where, column, HALF, HALF_P).to(tl.float32)
+    sin = load_columns(sin_ptr + where, column, HALF, HALF_P).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
 
 
 @jit
 def _queries(  # type: ignore[no-untyped-def]
-    q2_ptr, t_ptr, query, q_start, q_len, head0, H, R2, R3, stride_q, FIRST: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+    q2_ptr, t_ptr, query, q_start, q_len, head0, H, R2, stride_q, R3: tl.constexpr, FIRST: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
+    HALF_P: tl.constexpr,
 ):  # fmt: skip
     """Both halves [BLOCK_Q BLOCK_H, HALF_P] of ``q2 T_h`` for a group of heads, float32."""
     column = tl.arange(0, BLOCK_H * HALF_P)
-    head, half = head0 + column // HALF_P, column % HALF_P
+    head, half = tl.minimum(head0 + column // HALF_P, H - 1), column % HALF_P
+    held = tl.minimum(query, q_len - 1)
     first = tl.zeros((BLOCK_Q, BLOCK_H * HALF_P), dtype=tl.float32)
     second = tl.zeros((BLOCK_Q, BLOCK_H * HALF_P), dtype=tl.float32)
     for start in range(0, R2, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
-        q2 = tl.load(
-            q2_ptr + (q_start + query)[:, None] * stride_q + r[None, :],
-            mask=(query < q_len)[:, None] & (r < R2)[None, :], other=0.0,
-        )  # fmt: skip
+        q2 = tl.load(q2_ptr + (q_start + held)[:, None] * stride_q + r[None, :], mask=(r < R2)[None, :], other=0.0)
         core = t_ptr + (head[None, :] * R2 + r[:, None]) * R3 + half[None, :] * STEP
-        there = (r < R2)[:, None] & (head < H)[None, :]
-        a = tl.load(core, mask=there & (half < HALF)[None, :], other=0.0)
-        b = tl.load(core + FIRST, mask=there & (half < R3 - HALF)[None, :], other=0.0)
+        there = (r < R2)[:, None]
+        a = tl.load(core, mask=with_columns(there, half[None, :], HALF, HALF_P), other=0.0)
+        b = tl.load(core + FIRST, mask=with_columns(there, half[None, :], R3 - HALF, HALF_P), other=0.0)
         first = tl.dot(q2, a, first, input_precision="ieee")
         second = tl.dot(q2, b, second, input_precision="ieee")
     rows: tl.constexpr = BLOCK_Q * BLOCK_H
@@ -57,18 +57,17 @@ def _queries(  # type: ignore[no-untyped-def]
 
 @jit
 def _key_halves(  # type: ignore[no-untyped-def]
-    k_ptr, cos_k_ptr, sin_k_ptr, key, k_start, k_len, R3, stride_k, stride_tables, FIRST: tl.constexpr,
-    STEP: tl.constexpr, ROPE_K: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+    k_ptr, cos_k_ptr, sin_k_ptr, key, k_start, k_len, stride_k, stride_tables, R3: tl.constexpr,
+    FIRST: tl.constexpr, STEP: tl.constexpr, ROPE_K: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
 ):  # fmt: skip
     """Both halves [HALF_P, BLOCK_N] of a tile of keys, rotated on load with ROPE_K."""
-    half, real = tl.arange(0, HALF_P), (key < k_len)[None, :]
-    place = k_ptr + (k_start + key)[None, :] * stride_k + half[:, None] * STEP
-    first = tl.load(place, mask=real & (half < HALF)[:, None], other=0.0)
-    second = tl.load(place + FIRST, mask=real & (half < R3 - HALF)[:, None], other=0.0)
+    half, held = tl.arange(0, HALF_P)[:, None], (k_start + tl.minimum(key, k_len - 1))[None, :]
+    place = k_ptr + held * stride_k + half * STEP
+    first = load_columns(place, half, HALF, HALF_P)
+    second = load_columns(place + FIRST, half, R3 - HALF, HALF_P)
     if ROPE_K:
-        where = (k_start + key)[None, :] * stride_tables + half[:, None]
-        inside = real & (half < HALF)[:, None]
-        a, b = _turn(first.to(tl.float32), second.to(tl.float32), cos_k_ptr, sin_k_ptr, where, inside)
+        where = held * stride_tables + half
+        a, b = _turn(first.to(tl.float32), second.to(tl.float32), cos_k_ptr, sin_k_ptr, where, half, HALF, HALF_P)
         first, second = a.to(k_ptr.dtype.element_ty), b.to(k_ptr.dtype.element_ty)
     return first, second
 
@@ -76,11 +75,11 @@ def _key_halves(  # type: ignore[no-untyped-def]
 @jit
 def forward_kernel(  # type: ignore[no-untyped-def]
     q2_ptr, t_ptr, k_ptr, v_ptr, tt_ptr, out_ptr, lse_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, mask_ptr,
-    q_start_ptr, q_len_ptr, k_start_ptr, k_len_ptr, H, R2, R3, S3, S2, stride_q, stride_k, stride_v, stride_tables,
-    stride_mask, TOTAL_Q, FIRST: tl.constexpr, STEP: tl.constexpr, CAUSAL: tl.constexpr, ROPE_Q: tl.constexpr,
-    ROPE_K: tl.constexpr, MASKED: tl.constexpr, FUSED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, S3_P: tl.constexpr,
-    S2_P: tl.constexpr,
+    q_start_ptr, q_len_ptr, k_start_ptr, k_len_ptr, H, R2, stride_q, stride_k, stride_v, stride_tables, stride_mask,
+    TOTAL_Q, R3: tl.constexpr, S3: tl.constexpr, S2: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, ROPE_Q: tl.constexpr, ROPE_K: tl.constexpr, MASKED: tl.constexpr, FUSED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
+    HALF_P: tl.constexpr, S3_P: tl.constexpr, S2_P: tl.constexpr,
 ):  # fmt: skip
     """Out: [rows, S2] with FUSED, else [H, rows, S3]; lse [H, rows]. FIRST: place of the second half's first column."""
     batch, block = tl.program_id(1), tl.program_id(0)
@@ -92,18 +91,18 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         rows: tl.constexpr = BLOCK_Q * BLOCK_H
         row = tl.arange(0, rows)
         row_query, row_head = block * BLOCK_Q + row // BLOCK_H, row % BLOCK_H
+        limit = last_seen(row_query, q_len, k_len, CAUSAL)
         total = tl.zeros((BLOCK_Q, S2_P), dtype=tl.float32)
         last = tl.minimum(k_len, (block + 1) * BLOCK_Q + k_len - q_len) if CAUSAL else k_len
         for group in range(0, tl.cdiv(H, BLOCK_H)):
             head0 = group * BLOCK_H
             a, b = _queries(
-                q2_ptr, t_ptr, query, q_start, q_len, head0, H, R2, R3, stride_q, FIRST, STEP, BLOCK_H, BLOCK_Q,
+                q2_ptr, t_ptr, query, q_start, q_len, head0, H, R2, stride_q, R3, FIRST, STEP, BLOCK_H, BLOCK_Q,
                 BLOCK_R, HALF, HALF_P,
             )  # fmt: skip
             if ROPE_Q:
-                where = (q_start + row_query)[:, None] * stride_tables + half[None, :]
-                inside = (row_query < q_len)[:, None] & (half < HALF)[None, :]
-                a, b = _turn(a, b, cos_q_ptr, sin_q_ptr, where, inside)
+                where = (q_start + tl.minimum(row_query, q_len - 1))[:, None] * stride_tables + half[None, :]
+                a, b = _turn(a, b, cos_q_ptr, sin_q_ptr, where, half[None, :], HALF, HALF_P)
             q_first, q_second = a.to(k_ptr.dtype.element_ty), b.to(k_ptr.dtype.element_ty)
             most = tl.full((rows,), float("-inf"), dtype=tl.float32)
             sums = tl.zeros((rows,), dtype=tl.float32)
@@ -111,48 +110,41 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             for start in range(0, last, BLOCK_N):
                 key = start + tl.arange(0, BLOCK_N)
                 k_first, k_second = _key_halves(
-                    k_ptr, cos_k_ptr, sin_k_ptr, key, k_start, k_len, R3, stride_k, stride_tables, FIRST, STEP, ROPE_K,
+                    k_ptr, cos_k_ptr, sin_k_ptr, key, k_start, k_len, stride_k, stride_tables, R3, FIRST, STEP, ROPE_K,
                     HALF, HALF_P,
                 )  # fmt: skip
                 logits = tl.dot(q_first, k_first, input_precision="ieee")
                 logits = tl.dot(q_second, k_second, logits, input_precision="ieee")
-                real = key < k_len
-                if MASKED:
-                    real = real & (tl.load(mask_ptr + batch * stride_mask + key, mask=real, other=0) != 0)
-                seen = real[None, :]
-                if CAUSAL:
-                    seen = seen & (key[None, :] <= row_query[:, None] + k_len - q_len)
-                logits = tl.where(seen, logits, float("-inf"))
+                seen_at = key_places(key, k_len, mask_ptr + batch * stride_mask, MASKED)
+                logits = tl.where(seen_at[None, :] <= limit[:, None], logits, float("-inf"))
                 higher = tl.maximum(most, tl.max(logits, 1))
                 safe = tl.where(higher == float("-inf"), 0.0, higher)
                 scale = tl.exp(most - safe)
                 weights = tl.exp(logits - safe[:, None])
                 sums = sums * scale + tl.sum(weights, 1)
-                v = tl.load(
-                    v_ptr + (k_start + key)[:, None] * stride_v + value[None, :],
-                    mask=(key < k_len)[:, None] & (value < S3)[None, :], other=0.0,
-                )  # fmt: skip
+                held = (k_start + tl.minimum(key, k_len - 1))[:, None]
+                v = load_columns(v_ptr + held * stride_v + value[None, :], value[None, :], S3, S3_P)
                 acc = tl.dot(weights.to(v.dtype), v, acc * scale[:, None], input_precision="ieee")
                 most = higher
             found = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]
             if FUSED:
                 inner = tl.arange(0, BLOCK_H * S3_P)
                 head, column = head0 + inner // S3_P, inner % S3_P
+                there = with_columns(with_columns(head < H, column, S3, S3_P)[:, None], outer[None, :], S2, S2_P)
                 core = tl.load(
-                    tt_ptr + (head[:, None] * S2 + outer[None, :]) * S3 + column[:, None],
-                    mask=((head < H) & (column < S3))[:, None] & (outer < S2)[None, :], other=0.0,
-                )  # fmt: skip
+                    tt_ptr + (head[:, None] * S2 + outer[None, :]) * S3 + column[:, None], mask=there, other=0.0
+                )
                 wide = tl.reshape(found.to(tt_ptr.dtype.element_ty), (BLOCK_Q, BLOCK_H * S3_P))
                 total = tl.dot(wide, core, total, input_precision="ieee")
             else:
                 there = (row_query < q_len) & (head0 + row_head < H)
                 target = (head0 + row_head) * TOTAL_Q + q_start + row_query
-                kept = there[:, None] & (value < S3)[None, :]
+                kept = with_columns(there[:, None], value[None, :], S3, S3_P)
                 tl.store(out_ptr + target[:, None] * S3 + value[None, :], found.to(out_ptr.dtype.element_ty), mask=kept)
                 lse = tl.where(sums == 0.0, float("inf"), most + tl.log(tl.where(sums == 0.0, 1.0, sums)))
                 tl.store(lse_ptr + target, lse, mask=there)
         if FUSED:
-            kept = (query < q_len)[:, None] & (outer < S2)[None, :]
+            kept = with_columns((query < q_len)[:, None], outer[None, :], S2, S2_P)
             place = out_ptr + (q_start + query)[:, None] * S2 + outer[None, :]
             tl.store(place, total.to(out_ptr.dtype.element_ty), mask=kept)
 
@@ -192,7 +184,7 @@ def latent_attention_triton(
     flat = [x.reshape(-1, x.shape[-1]) for x in (q2, k, v)]
     tables = None if rotary is None else _flat_tables(rotary, b)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q2, t, k, v, tt))
-    chosen = launch_for(t.shape[2], v.shape[2], s2)
+    chosen = launch_for(t.shape[2], v.shape[2], s2, keys_turn(tables))
     if not wanted and chosen.fused:
         out, _ = run_forward(flat[0], t, flat[1], flat[2], tt, rows, key_mask, causal, tables, chosen)
         return out.view(b, n, s2)
@@ -226,24 +218,29 @@ def run_forward(
     out = q2.new_empty((len(q2), s2) if fused else (heads, len(q2), s3))
     lse = torch.empty(1 if fused else (heads, len(q2)), dtype=torch.float32, device=q2.device)
     nothing = lse
-    keys_turn = tables is not None and tables.cos_k is not None
+    turning = keys_turn(tables)
     cos_q, sin_q = (nothing, nothing) if tables is None else (tables.cos_q, tables.sin_q)
-    cos_k, sin_k = (tables.cos_k, tables.sin_k) if tables is not None and keys_turn else (nothing, nothing)
+    cos_k, sin_k = (tables.cos_k, tables.sin_k) if tables is not None and turning else (nothing, nothing)
     mask = nothing if key_mask is None else key_mask.to(torch.uint8).contiguous()
     flags: dict[str, Any] = {
-        "FIRST": 1 if interleaved else half, "STEP": 2 if interleaved else 1, "CAUSAL": causal,
-        "ROPE_Q": tables is not None, "ROPE_K": keys_turn, "MASKED": key_mask is not None, "FUSED": fused,
-        "HALF": half, "HALF_P": power_of_two(half), "S3_P": power_of_two(s3), "S2_P": power_of_two(max(1, s2)),
-        **chosen.blocks,
+        "R3": r3, "S3": s3, "S2": s2, "FIRST": 1 if interleaved else half, "STEP": 2 if interleaved else 1,
+        "CAUSAL": causal, "ROPE_Q": tables is not None, "ROPE_K": turning, "MASKED": key_mask is not None,
+        "FUSED": fused, "HALF": half, "HALF_P": power_of_two(half), "S3_P": power_of_two(s3),
+        "S2_P": power_of_two(max(1, s2)), **chosen.blocks,
     }  # fmt: skip
     grid = (-(-rows.longest_q // chosen.blocks["BLOCK_Q"]), rows.count)
     with launching_on(q2):
         forward_kernel[grid](
             q2, t.contiguous(), k, v, nothing if tt is None else tt.contiguous(), out, lse, cos_q, sin_q, cos_k, sin_k,
-            mask, *rows.tensors, heads, r2, r3, s3, s2, q2.stride(0), k.stride(0), v.stride(0), cos_q.shape[-1],
+            mask, *rows.tensors, heads, r2, q2.stride(0), k.stride(0), v.stride(0), cos_q.shape[-1],
             mask.shape[-1], len(q2), **flags, num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
     return out, lse
+
+
+def keys_turn(tables: Tables | None) -> bool:
+    """Whether there are angles for keys, which are then rotated on load."""
+    return tables is not None and tables.cos_k is not None
 
 
 def rotate_heads(heads: Tensor, tables: Tables | None, inverse: bool = False) -> Tensor:

@@ -7,35 +7,30 @@ dV = sum_h P^T dO. P is formed again from Q, K and the saved log-sum-exp.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from icml26_shared.kernels import jit, launching_on, triton_language
-from tucker_attention.kernels.layout import launch_for, power_of_two
+from tucker_attention.kernels.layout import gradient_launch, launch_for, power_of_two
+from tucker_attention.kernels.masks_triton import key_places, last_seen, with_columns
 
 tl = triton_language()
 
 
 @jit
-def _weights(q, k, lse, row, key, q_len, k_len, mask_ptr, CAUSAL: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weights(q, k, lse, place, limit):  # type: ignore[no-untyped-def]
     """P of a tile of queries [BLOCK_M, r] and keys [BLOCK_N, r], 0 where a query may not look."""
     logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-    real = key < k_len
-    if MASKED:
-        real = real & (tl.load(mask_ptr + key, mask=real, other=0) != 0)
-    seen = real[None, :] & (row < q_len)[:, None]
-    if CAUSAL:
-        seen = seen & (key[None, :] <= row[:, None] + k_len - q_len)
-    return tl.where(seen, tl.exp(logits - lse[:, None]), 0.0)
+    return tl.where(place[None, :] <= limit[:, None], tl.exp(logits - lse[:, None]), 0.0)
 
 
 @jit
 def query_gradient_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, d_ptr, dq_ptr, mask_ptr, q_start_ptr, q_len_ptr, k_start_ptr, k_len_ptr,
-    TOTAL_Q, R3, S3, stride_k, stride_v, stride_mask, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R3_P: tl.constexpr, S3_P: tl.constexpr,
+    TOTAL_Q, stride_k, stride_v, stride_mask, R3: tl.constexpr, S3: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R3_P: tl.constexpr, S3_P: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head over all keys."""
     batch, head = tl.program_id(1), tl.program_id(2)
@@ -47,35 +42,40 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
         wide, value = tl.arange(0, R3_P), tl.arange(0, S3_P)
         place = head.to(tl.int64) * TOTAL_Q + q_start + row
         inside = row < q_len
-        q = tl.load(q_ptr + place[:, None] * R3 + wide[None, :], mask=inside[:, None] & (wide < R3)[None, :], other=0.0)
-        do = tl.load(
-            do_ptr + place[:, None] * S3 + value[None, :], mask=inside[:, None] & (value < S3)[None, :], other=0.0
-        )
+        q_in = with_columns(inside[:, None], wide[None, :], R3, R3_P)
+        do_in = with_columns(inside[:, None], value[None, :], S3, S3_P)
+        q = tl.load(q_ptr + place[:, None] * R3 + wide[None, :], mask=q_in, other=0.0)
+        do = tl.load(do_ptr + place[:, None] * S3 + value[None, :], mask=do_in, other=0.0)
         lse, d = tl.load(lse_ptr + place, mask=inside, other=0.0), tl.load(d_ptr + place, mask=inside, other=0.0)
+        limit = last_seen(row, q_len, k_len, CAUSAL)
         dq = tl.zeros((BLOCK_M, R3_P), dtype=tl.float32)
         last = tl.minimum(k_len, (block + 1) * BLOCK_M + k_len - q_len) if CAUSAL else k_len
         for start in range(0, last, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
             k_in = (key < k_len)[:, None]
             k = tl.load(
-                k_ptr + (k_start + key)[:, None] * stride_k + wide[None, :], mask=k_in & (wide < R3)[None, :], other=0.0
-            )
+                k_ptr + (k_start + key)[:, None] * stride_k + wide[None, :],
+                mask=with_columns(k_in, wide[None, :], R3, R3_P), other=0.0,
+            )  # fmt: skip
             v = tl.load(
                 v_ptr + (k_start + key)[:, None] * stride_v + value[None, :],
-                mask=k_in & (value < S3)[None, :],
-                other=0.0,
-            )
-            p = _weights(q, k, lse, row, key, q_len, k_len, mask_ptr + batch * stride_mask, CAUSAL, MASKED)
+                mask=with_columns(k_in, value[None, :], S3, S3_P), other=0.0,
+            )  # fmt: skip
+            p = _weights(q, k, lse, key_places(key, k_len, mask_ptr + batch * stride_mask, MASKED), limit)
             ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - d[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-        tl.store(dq_ptr + place[:, None] * R3 + wide[None, :], dq, mask=inside[:, None] & (wide < R3)[None, :])
+        tl.store(
+            dq_ptr + place[:, None] * R3 + wide[None, :],
+            dq,
+            mask=with_columns(inside[:, None], wide[None, :], R3, R3_P),
+        )
 
 
 @jit
 def key_gradient_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, d_ptr, dk_ptr, dv_ptr, mask_ptr, q_start_ptr, q_len_ptr, k_start_ptr,
-    k_len_ptr, H, TOTAL_Q, R3, S3, stride_k, stride_v, stride_mask, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R3_P: tl.constexpr, S3_P: tl.constexpr,
+    k_len_ptr, H, TOTAL_Q, stride_k, stride_v, stride_mask, R3: tl.constexpr, S3: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, R3_P: tl.constexpr, S3_P: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys and values over all heads and queries."""
     batch = tl.program_id(1)
@@ -85,30 +85,36 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
     if block * BLOCK_N < k_len:
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
         wide, value = tl.arange(0, R3_P), tl.arange(0, S3_P)
-        k_in, v_in = (key < k_len)[:, None] & (wide < R3)[None, :], (key < k_len)[:, None] & (value < S3)[None, :]
+        k_in = with_columns((key < k_len)[:, None], wide[None, :], R3, R3_P)
+        v_in = with_columns((key < k_len)[:, None], value[None, :], S3, S3_P)
         k = tl.load(k_ptr + (k_start + key)[:, None] * stride_k + wide[None, :], mask=k_in, other=0.0)
         v = tl.load(v_ptr + (k_start + key)[:, None] * stride_v + value[None, :], mask=v_in, other=0.0)
         dk, dv = tl.zeros((BLOCK_N, R3_P), dtype=tl.float32), tl.zeros((BLOCK_N, S3_P), dtype=tl.float32)
         first = tl.maximum(0, (block * BLOCK_N - k_len + q_len) // BLOCK_M * BLOCK_M) if CAUSAL else 0
+        seen_at = key_places(key, k_len, mask_ptr + batch * stride_mask, MASKED)
         total_q = q_start * 0 + TOTAL_Q  # 64 bits
         for head in range(0, H):
             for start in range(first, q_len, BLOCK_M):
                 row = start + tl.arange(0, BLOCK_M)
                 inside = row < q_len
                 place = q_start + row + head * total_q
-                q_in, do_in = inside[:, None] & (wide < R3)[None, :], inside[:, None] & (value < S3)[None, :]
+                q_in = with_columns(inside[:, None], wide[None, :], R3, R3_P)
+                do_in = with_columns(inside[:, None], value[None, :], S3, S3_P)
                 q = tl.load(q_ptr + place[:, None] * R3 + wide[None, :], mask=q_in, other=0.0)
                 do = tl.load(do_ptr + place[:, None] * S3 + value[None, :], mask=do_in, other=0.0)
                 lse, d = (
                     tl.load(lse_ptr + place, mask=inside, other=0.0),
                     tl.load(d_ptr + place, mask=inside, other=0.0),
                 )
-                p = _weights(q, k, lse, row, key, q_len, k_len, mask_ptr + batch * stride_mask, CAUSAL, MASKED)
+                p = _weights(q, k, lse, seen_at, last_seen(row, q_len, k_len, CAUSAL))
                 dv = tl.dot(tl.trans(p).to(do.dtype), do, dv, input_precision="ieee")
                 ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - d[:, None])
                 dk = tl.dot(tl.trans(ds).to(q.dtype), q, dk, input_precision="ieee")
         tl.store(dk_ptr + (k_start + key)[:, None] * R3 + wide[None, :], dk, mask=k_in)
         tl.store(dv_ptr + (k_start + key)[:, None] * S3 + value[None, :], dv, mask=v_in)
+
+
+KERNELS: dict[Literal["queries", "keys"], Any] = {"queries": query_gradient_kernel, "keys": key_gradient_kernel}
 
 
 class LatentHeads(torch.autograd.Function):
@@ -119,9 +125,9 @@ class LatentHeads(torch.autograd.Function):
         ctx: Any, q2: Tensor, t: Tensor, k: Tensor, v: Tensor, rows: Any, key_mask: Any, causal: bool, tables: Any
     ) -> Tensor:
         """Saves the inputs, the output and the log-sum-exp."""
-        from tucker_attention.kernels.triton_attention import run_forward
+        from tucker_attention.kernels.triton_attention import keys_turn, run_forward
 
-        chosen = launch_for(t.shape[2], v.shape[1], 0)
+        chosen = launch_for(t.shape[2], v.shape[1], 0, keys_turn(tables))
         out, lse = run_forward(q2, t, k, v, None, rows, key_mask, causal, tables, chosen)
         ctx.save_for_backward(q2, t, k, v, out, lse)
         ctx.options = rows, key_mask, causal, tables
@@ -156,19 +162,22 @@ def run_backward(
     dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
     mask = lse if key_mask is None else key_mask.to(torch.uint8).contiguous()
-    wide = max(power_of_two(r3), power_of_two(s3))
-    block = 64 if wide <= 64 else 32 if wide <= 128 else 16
-    flags: dict[str, Any] = {
-        "CAUSAL": causal, "MASKED": key_mask is not None, "BLOCK_M": block, "BLOCK_N": block,
-        "R3_P": power_of_two(r3), "S3_P": power_of_two(s3), "num_warps": 4 if wide <= 128 else 8, "num_stages": 1,
-    }  # fmt: skip
+
+    def flags(of: Literal["queries", "keys"]) -> dict[str, Any]:
+        chosen = gradient_launch(r3, s3, of)
+        return {
+            "R3": r3, "S3": s3, "CAUSAL": causal, "MASKED": key_mask is not None, "R3_P": power_of_two(r3),
+            "S3_P": power_of_two(s3), **chosen.blocks, "num_warps": chosen.warps, "num_stages": chosen.stages,
+        }  # fmt: skip
+
+    by_query, by_key = flags("queries"), flags("keys")
     with launching_on(q):
-        query_gradient_kernel[(-(-rows.longest_q // block), rows.count, heads)](
-            q, k, v, d_out, lse, d, dq, mask, *rows.tensors, total, r3, s3, k.stride(0), v.stride(0), mask.shape[-1],
-            **flags,
+        query_gradient_kernel[(-(-rows.longest_q // by_query["BLOCK_M"]), rows.count, heads)](
+            q, k, v, d_out, lse, d, dq, mask, *rows.tensors, total, k.stride(0), v.stride(0), mask.shape[-1],
+            **by_query,
         )  # fmt: skip
-        key_gradient_kernel[(-(-rows.longest_k // block), rows.count)](
-            q, k, v, d_out, lse, d, dk, dv, mask, *rows.tensors, heads, total, r3, s3, k.stride(0), v.stride(0),
-            mask.shape[-1], **flags,
+        key_gradient_kernel[(-(-rows.longest_k // by_key["BLOCK_N"]), rows.count)](
+            q, k, v, d_out, lse, d, dk, dv, mask, *rows.tensors, heads, total, k.stride(0), v.stride(0),
+            mask.shape[-1], **by_key,
         )  # fmt: skip
     return dq, dk, dv
