@@ -11,7 +11,7 @@ from icml26_shared import models
 from icml26_shared.errors import UserError
 from tucker_attention import TuckerAttention, UnsupportedAttention, attention_spectra, convert_model
 from tucker_attention.integrations.hosts import HostAttention
-from tucker_attention.integrations.transformers import from_pretrained
+from tucker_attention.integrations.transformers import from_pretrained, tucker_attention_forward
 
 TEXTS = ["A cat sat on the mat.", "Attention weights of a trained model.", "One", "It rained all day in the old town."]
 
@@ -153,3 +153,33 @@ def test_attention_weights_cannot_be_had(ids):
     model = convert_model(gpt2())
     with pytest.raises(ValueError, match="forms no attention weights"):
         model.transformer.h[0].attn(torch.randn(1, 3, 32), output_attentions=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_registered_implementation_in_a_host_with_one_key_head(ids, family):
+    model = models.tiny(family, num_key_value_heads=1, sliding_window=None).eval()
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": padded}
+    found = {}
+    for name in ("eager", "tucker"):
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == name
+        masked = logits(model, ids, attention_mask=padded)
+        found[name] = logits(model, ids), masked[1], masked[0, 3:], model.generate(ids, **settings)
+    for expected, got in zip(found["eager"], found["tucker"], strict=True):
+        assert torch.allclose(got.float(), expected.float(), atol=1e-5)
+
+
+def test_the_registered_implementation_takes_widths_that_differ_and_one_key_head_alone(ids):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, *shape, generator=g) for shape in ((3, 4, 6), (1, 7, 6), (1, 7, 9)))
+    host = torch.nn.Module()
+    host.is_causal = True
+    found, _ = tucker_attention_forward(host, q, k, v, None)
+    scores = (q @ k.transpose(2, 3) / 6**0.5).masked_fill(~torch.ones(4, 7, dtype=torch.bool).tril(3), float("-inf"))
+    assert torch.allclose(found, (scores.softmax(-1) @ v).transpose(1, 2), atol=1e-6)
+    model = models.tiny_llama()
+    model.set_attn_implementation("tucker")
+    with pytest.raises(ValueError, match="'tucker' takes one key head, got 2"):
+        logits(model, ids)

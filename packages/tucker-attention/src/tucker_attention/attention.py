@@ -290,7 +290,7 @@ class TuckerAttention(FromAttention):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _parameter(self, name: str) -> Tensor | None:
-        found: Tensor | None = self._parameters.get(name)
+        found: Tensor | None = getattr(self, name, None)  # an attribute where it is parametrized, as by adapters
         return found
 
     def _layer(self, layer_idx: int | None) -> int:

@@ -40,6 +40,7 @@ class TransformersAttention(HostAttention):
 
     def __init__(self, tucker: TuckerAttention, kind: str, layer_idx: int = 0, resid_dropout: float = 0.0) -> None:
         super().__init__(tucker, kind, layer_idx)
+        self.rotates = tucker.config.rope is not None  # kept here: an adapter may come to stand around the layer
         self.resid_dropout = nn.Dropout(resid_dropout)
 
     def forward(
@@ -65,7 +66,7 @@ class TransformersAttention(HostAttention):
         self._refuse_static(cache)
         n, past = hidden_states.shape[1], 0 if cache is None else int(cache.get_seq_length(self.layer_idx))
         positions = None
-        if self.tucker.config.rope is not None:
+        if self.rotates:
             positions = (
                 torch.arange(past, past + n, device=hidden_states.device) if position_ids is None else position_ids
             )

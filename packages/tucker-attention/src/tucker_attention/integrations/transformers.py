@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from icml26_shared.errors import UserError, require
 from tucker_attention.integrations.hosts import skeleton
+from tucker_attention.kernels.masks import causal_mask
 
 transformers = require("transformers", "transformers", distribution="tucker-attention")
 
@@ -93,7 +94,11 @@ def tucker_attention_forward(
     b, heads, n, width = query.shape
     if key.shape[1] != 1 or value.shape[1] != 1:
         raise ValueError(f"the attention implementation 'tucker' takes one key head, got {key.shape[1]}")
-    causal = bool(options.get("is_causal", getattr(module, "is_causal", False))) and attention_mask is None and n > 1
+    wanted = options.get("is_causal")
+    wanted = getattr(module, "is_causal", False) if wanted is None else wanted
+    causal = bool(wanted) and attention_mask is None and n > 1
+    if causal and n != key.shape[2]:  # torch's is_causal lets the first query see the first key alone
+        attention_mask, causal = causal_mask(n, key.shape[2], query.device), False
     wide = max(width, value.shape[-1])  # torch's fused attention wants keys and values of one width
     found = F.scaled_dot_product_attention(
         F.pad(query, (0, wide - width)),
