@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from icml26_shared import plots
-from tucker_attention.eval.small import Kind, train_digits
+from tucker_attention.eval.small import VIT_STEPS, Kind, train_digits
 
 if TYPE_CHECKING:
     from icml26_shared.console import Context
 
-STEPS = 150
 KINDS = {
     "MHA": Kind("gqa", 8),
     "GQA-2": Kind("gqa", 2),
@@ -26,28 +28,32 @@ KINDS = {
 
 def run(ctx: Context, args: argparse.Namespace) -> dict[str, Any]:
     """Train each, tabulate, plot; the conclusion is drawn from the figures of this run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers this small are slower on several cores
-    results: dict[str, dict[str, Any]] = {}
-    try:
-        with ctx.progress("training", STEPS * len(KINDS)) as bar:
-            for name, kind in KINDS.items():
-                bar.update(f"training: {name}")
-                results[name] = train_digits(kind, ctx.seed, STEPS, on_step=bar.advance)
-    finally:
-        torch.set_num_threads(threads)
+    results = train_all(ctx)
     whole = results["MHA"]["parameters"]
     rows = [
         [name, r["parameters"], f"{100 * r['parameters'] / whole:.0f} %", f"{100 * r['accuracy']:.1f} %"]
         for name, r in results.items()
     ]
     columns = ["attention", "parameters a block", "of MHA", "accuracy on 597 test digits"]
-    ctx.table(f"Small ViT on digits, {STEPS} steps (seed {ctx.seed})", columns, rows)
+    ctx.table(f"Small ViT on digits, {VIT_STEPS} steps (seed {ctx.seed})", columns, rows)
     path = str(_plot(ctx, results))
     said = conclusion(results)
     ctx.say(said)
     ctx.note(f"figure: {path}")
     return {"results": results, "plot": path, "conclusion": said}
+
+
+def train_all(ctx: Context) -> dict[str, dict[str, Any]]:
+    """Every attention, two at a time, each on one core: layers this small are slower on several."""
+    workers = min(2, os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    with ctx.progress(f"training {len(KINDS)} models", len(KINDS)) as bar:
+        with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            jobs = {name: pool.submit(train_digits, kind, ctx.seed) for name, kind in KINDS.items()}
+            for done in as_completed(jobs.values()):
+                done.result()
+                bar.advance()
+        return {name: job.result() for name, job in jobs.items()}
 
 
 def conclusion(results: dict[str, dict[str, Any]]) -> str:
