@@ -20,7 +20,7 @@ def main() -> None:
     environment, name, *arguments = sys.argv[1:]
     if environment != "main":
         _run_apart(environment, name, arguments)
-    _pytest(ROOT / ".venv", _main_folders(name), [*([] if name else _parallel(arguments)), *arguments])
+    _pytest(ROOT / ".venv", _main_folders(name), [*_parallel(arguments), *arguments])
 
 
 def _main_folders(name: str) -> list[Path]:
@@ -33,7 +33,7 @@ def _main_folders(name: str) -> list[Path]:
 
 
 def _parallel(arguments: list[str]) -> list[str]:
-    """Two workers for the whole suite, a file of tests staying with one; one process where the user steers pytest."""
+    """Two workers, a file of tests staying with one; one process where the user steers pytest."""
     steering = ("-n", "-p", "-s", "--pdb", "--dist", "--numprocesses")
     steered = any(argument.startswith(steering) for argument in arguments)
     if steered or (os.cpu_count() or 1) < 2:
