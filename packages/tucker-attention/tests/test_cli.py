@@ -1,6 +1,11 @@
 """The console script's manners, and each command on a small model."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -96,3 +101,37 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow  # a process of its own
+def test_killed_claims_go_on_where_they_were(tmp_path, capsys):
+    chosen = [f"--only={name}" for name in ("special-cases", "gpt2-parameters", "kv-cache", "flash", "rope")]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    code, expected = run(capsys, "claims", *chosen, "--out", straight)
+    assert code == 0
+    command = [sys.executable, "-m", "tucker_attention", "claims", *chosen, "--quiet", "--out", str(killed)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+    kept = killed / "claims.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if kept.is_file() and b"special-cases" in kept.read_bytes():
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.005)
+    else:
+        process.kill()
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    before = kept.read_bytes()
+    assert not (killed / "claims.json").exists()
+    code, found = run(capsys, "claims", *chosen, "--out", killed)
+    assert code == 0
+    assert kept.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    assert "special-cases" in before.decode()
+    # flash measures memory, which is not the same number twice
+    figures = [
+        {c["id"]: (c["verdict"], c["measurements"]) for c in each["claims"] if c["id"] != "flash"}
+        for each in (found, expected)
+    ]
+    assert figures[0] == figures[1]
+    assert {c["id"] for c in found["claims"]} == {name.removeprefix("--only=") for name in chosen}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tucker_attention.kernels import latent_attention, latent_decode
+from tucker_attention.kernels import latent_attention, latent_attention_packed, latent_decode
 from tucker_attention.kernels.rotary import Tables
 
 
@@ -86,6 +86,43 @@ def test_wrong_shapes_are_named():
         latent_decode(q2, k, v)
 
 
+PACKED = torch.tensor([0, 4, 4, 13]), torch.tensor([0, 6, 7, 7])  # a sequence without queries, one without keys
+
+
+def check_packed(prefer, rotary):
+    """Each sequence is attended to alone, forward and backward."""
+    q2, t, k, v, tt = (x.requires_grad_() for x in case(b=1, n=13, m=7))
+    turn = angles(1, 13, 7, 3, keys=True, interleaved=False) if rotary else None
+    given = {"causal": True, "rotary": turn}
+    with torch.no_grad():
+        plain = latent_attention_packed(q2[0], t, k[0], v[0], tt, *PACKED, prefer=prefer, **given)
+    found = latent_attention_packed(q2[0], t, k[0], v[0], tt, *PACKED, prefer=prefer, **given)
+    if rotary:
+        given["rotary"] = Tables(*(x[:, :n] for x, n in zip(turn[:4], (4, 4, 6, 6), strict=True)))
+    expected = torch.zeros(13, 4)
+    expected[:4] = latent_attention(q2[:, :4], t, k[:, :6], v[:, :6], tt, prefer="torch", **given)[0]
+    assert torch.allclose(plain, expected, atol=1e-4)
+    assert torch.allclose(found, expected, atol=1e-4)
+    wanted = torch.randn(13, 4, generator=torch.Generator().manual_seed(4))
+    for a, b in zip(
+        *(torch.autograd.grad((x * wanted).sum(), (q2, t, k, v, tt)) for x in (found, expected)), strict=True
+    ):
+        assert torch.allclose(a, b, atol=1e-4 * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.parametrize("prefer", ["cpu", "torch"])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_packed_sequences(prefer, rotary):
+    check_packed(prefer, rotary)
+
+
+@pytest.mark.parametrize("cuts", [[0, 5], [1, 13], [0, 9, 4, 13], [0.0, 13.0], [13]], ids=str)
+def test_boundaries_that_do_not_fit_are_named(cuts):
+    q2, t, k, v, tt = case(b=1, n=13, m=13)
+    with pytest.raises(ValueError, match="cu_seqlens must be whole numbers from 0 to 13 that do not decrease, got"):
+        latent_attention_packed(q2[0], t, k[0], v[0], tt, torch.tensor(cuts))
+
+
 # -- Triton, in its interpreter ----------------------------------------------------------------------------------------
 
 interpreted = pytest.mark.triton_interpreter
@@ -144,17 +181,9 @@ def test_triton_reads_strides():
 
 
 @interpreted
-def test_triton_packed_sequences():
-    from tucker_attention.kernels.layout import launch_for
-    from tucker_attention.kernels.triton_attention import Rows, run_forward
-
-    q2, t, k, v, tt = case(b=1, n=13, m=13)
-    cuts = torch.tensor([0, 4, 4, 13], dtype=torch.int32)
-    found, _ = run_forward(q2[0], t, k[0], v[0], tt, Rows.of_packed(cuts, cuts), None, True, None, launch_for(6, 8, 4))
-    for start, stop in ((0, 4), (4, 13)):
-        part = slice(start, stop)
-        expected = latent_attention(q2[:, part], t, k[:, part], v[:, part], tt, causal=True, prefer="torch")
-        assert torch.allclose(found[part], expected[0], atol=1e-4)
+@pytest.mark.parametrize("rotary", [False, True])
+def test_triton_packed_sequences(rotary):
+    check_packed("triton", rotary)
 
 
 @interpreted

@@ -58,11 +58,11 @@ def latent_attention(
     Raises:
         ValueError: shapes that do not fit.
     """
-    _check_shapes(q2, t, k, v, tt)
+    check_shapes(q2, t, k, v, tt)
     if torch.compiler.is_compiling():
         return _sdpa(q2, t, k, v, tt, mask, key_mask, causal, rotary, dropout)
     path = choose_path(q2, k, v, prefer=prefer)
-    if path == "triton" and mask is None and dropout == 0.0 and _fits_triton(q2, t, v):
+    if path == "triton" and mask is None and dropout == 0.0 and fits_triton(q2, t, v):
         from tucker_attention.kernels.triton_attention import latent_attention_triton
 
         return latent_attention_triton(q2, t, k, v, tt, key_mask, causal, rotary)
@@ -158,7 +158,8 @@ def _looks_at_nothing(mask: Tensor) -> Tensor:
     return blocked.all(-1, keepdim=True)
 
 
-def _check_shapes(q2: Tensor, t: Tensor, k: Tensor, v: Tensor, tt: Tensor) -> None:
+def check_shapes(q2: Tensor, t: Tensor, k: Tensor, v: Tensor, tt: Tensor) -> None:
+    """ValueError for shapes that do not fit."""
     given = f"q2 {tuple(q2.shape)}, t {tuple(t.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, tt {tuple(tt.shape)}"
     if [x.dim() for x in (q2, t, k, v, tt)] != [3] * 5:
         raise ValueError(f"latent_attention takes five tensors of three dimensions, got {given}")
@@ -177,7 +178,8 @@ def _check_shapes(q2: Tensor, t: Tensor, k: Tensor, v: Tensor, tt: Tensor) -> No
         )
 
 
-def _fits_triton(q2: Tensor, t: Tensor, v: Tensor) -> bool:
+def fits_triton(q2: Tensor, t: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take these dtypes and widths."""
     from tucker_attention.kernels.layout import WIDEST
 
-    return q2.dtype in (torch.float32, torch.float16, torch.bfloat16) and max(t.shape[2], v.shape[2]) <= WIDEST
+    return q2.dtype in (torch.float32, torch.float16, torch.bfloat16) and max(t.shape[2], v.shape[-1]) <= WIDEST

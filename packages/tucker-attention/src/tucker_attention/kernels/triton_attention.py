@@ -182,21 +182,31 @@ def latent_attention_triton(
         return q2.new_zeros(b, n, s2)
     rows = Rows.of_batch(b, n, m, q2.device)
     flat = [x.reshape(-1, x.shape[-1]) for x in (q2, k, v)]
-    tables = None if rotary is None else _flat_tables(rotary, b)
+    turning = None if rotary is None else _flat_tables(rotary, b)
+    return attend_rows(flat[0], t, flat[1], flat[2], tt, rows, key_mask, causal, turning).view(b, n, s2)
+
+
+def attend_rows(
+    q2: Tensor, t: Tensor, k: Tensor, v: Tensor, tt: Tensor, rows: Rows, key_mask: Tensor | None, causal: bool,
+    rotary: Tables | None,
+) -> Tensor:  # fmt: skip
+    """out2 [rows, s2] of flat rows; angles [1, rows, pairs] or flat."""
+    tables = None if rotary is None else _flat_tables(rotary, 1)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q2, t, k, v, tt))
-    chosen = launch_for(t.shape[2], v.shape[2], s2, keys_turn(tables))
+    chosen = launch_for(t.shape[2], v.shape[1], tt.shape[1], keys_turn(tables))
     if not wanted and chosen.fused:
-        out, _ = run_forward(flat[0], t, flat[1], flat[2], tt, rows, key_mask, causal, tables, chosen)
-        return out.view(b, n, s2)
+        return run_forward(q2, t, k, v, tt, rows, key_mask, causal, tables, chosen)[0]
     from tucker_attention.kernels.triton_backward import LatentHeads
 
-    heads = LatentHeads.apply(flat[0], t, flat[1], flat[2], rows, key_mask, causal, tables)
-    return torch.einsum("hts,hrs->rt", tt, heads).view(b, n, s2)
+    heads = LatentHeads.apply(q2, t, k, v, rows, key_mask, causal, tables)
+    return torch.einsum("hts,hrs->rt", tt, heads)
 
 
 def _flat_tables(rotary: Tables, b: int) -> Tables:
     def flat(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.expand(b, -1, -1).reshape(-1, x.shape[-1]).float().contiguous()
+        if x is None:
+            return None
+        return (x if x.dim() == 2 else x.expand(b, -1, -1).reshape(-1, x.shape[-1])).float().contiguous()
 
     cos, sin = flat(rotary.cos_q), flat(rotary.sin_q)
     if cos is None or sin is None:
