@@ -14,6 +14,7 @@ from robuq.claims import CLAIMS, check_size, check_speed
 from robuq.claims_runs import CONFIGURATIONS
 from robuq.eval import digits
 from robuq.eval.tiny_dit import TinyDiT, add_noise, alphas_bar, sample
+from robuq.frechet import Moments, frechet_distance
 
 
 def test_every_row_of_the_specification_is_a_claim():
@@ -52,9 +53,11 @@ def test_tiny_run_is_the_protocol(monkeypatch):
 def test_frechet_distance_by_hand():
     rng = np.random.default_rng(0)
     a = rng.normal(size=(4000, 3))
-    assert digits.frechet_distance(a, a) == pytest.approx(0, abs=1e-8)
-    assert digits.frechet_distance(a, a + np.array([1.0, 2.0, 0.0])) == pytest.approx(5, abs=1e-8)
-    assert digits.frechet_distance(a, 3 * a) == pytest.approx(4 * np.cov(a.T).trace() + 4 * (a.mean(0) ** 2).sum())
+    assert frechet_distance(Moments.of(a), Moments.of(a)) == pytest.approx(0, abs=1e-8)
+    assert frechet_distance(Moments.of(a), Moments.of(a + np.array([1.0, 2.0, 0.0]))) == pytest.approx(5, abs=1e-8)
+    assert frechet_distance(Moments.of(a), Moments.of(3 * a)) == pytest.approx(
+        4 * np.cov(a.T).trace() + 4 * (a.mean(0) ** 2).sum()
+    )
 
 
 def test_diffusion_by_hand():

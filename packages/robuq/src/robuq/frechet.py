@@ -19,6 +19,13 @@ class Moments:
     mean: np.ndarray
     covariance: np.ndarray
 
+    @classmethod
+    def of(cls, features: np.ndarray) -> Moments:
+        """Of rows [n, d] that are all there; errors as of :class:`MomentsSum`."""
+        total = MomentsSum()
+        total.add(features)
+        return total.moments()
+
 
 class MomentsSum:
     """Collects :class:`Moments` batch by batch, with no more memory than d x d.

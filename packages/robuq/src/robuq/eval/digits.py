@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from icml26_shared.errors import require
 from robuq.config import RobuQConfig
 from robuq.eval.tiny_dit import TIMESTEPS, TinyDiT, add_noise, sample
+from robuq.frechet import Moments, frechet_distance
 from robuq.surgery import quantize
 from robuq.training import QAT, QATConfig
 
@@ -174,15 +174,5 @@ def judge_images(images: Tensor, labels: Tensor) -> dict[str, float]:
     """The same for images that are there."""
     seen = judge()
     accuracy = float((seen(images).argmax(1) == labels).float().mean())
-    return {"fd": frechet_distance(seen.body(digits()[0]).numpy(), seen.body(images).numpy()), "accuracy": accuracy}
-
-
-def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """``|mu_a - mu_b|^2 + tr(S_a + S_b - 2 (S_a S_b)^{1/2})`` of two samples of features [n, d]."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    eigenvalues, vectors = np.linalg.eigh(cov_a)
-    root = (vectors * np.sqrt(np.clip(eigenvalues, 0, None))) @ vectors.T
-    cross = np.sqrt(np.clip(np.linalg.eigvalsh(root @ cov_b @ root), 0, None)).sum()
-    difference = a.mean(0) - b.mean(0)
-    return float(difference @ difference + np.trace(cov_a) + np.trace(cov_b) - 2 * cross)
+    real, made = (Moments.of(seen.body(each).numpy()) for each in (digits()[0], images))
+    return {"fd": frechet_distance(real, made), "accuracy": accuracy}
