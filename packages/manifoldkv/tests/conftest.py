@@ -32,16 +32,6 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def unchecked():
-    """Without the checks of shape annotations: what a user sees who passes something wrong."""
-    from jaxtyping import config
-
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
-
-
 # -- tiny models ------------------------------------------------------------------------------------------------------
 
 _SMALL = {

@@ -19,21 +19,5 @@ settings.load_profile("house")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Same arithmetic on every machine, and no fight over cores."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def unchecked():
-    """Without the checks of annotations: what a user sees who passes something wrong."""
-    from jaxtyping import config
-
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
+def _one_thread(one_thread):
+    """In every test of this package."""

@@ -10,6 +10,8 @@ and run pytest as always. Marked tests are collected like the others; the first 
 Selection (``-k``, ``-m``, node ids), ``-x``, durations and pytest-xdist work as usual.
 
 ``pytest --triton-interpret`` (or ``TRITON_INTERPRET=1 pytest``) runs everything in this process instead: for debuggers.
+
+It also has the fixtures ``one_thread`` and ``unchecked``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,27 @@ from icml26_shared.kernels import interpreting
 from icml26_shared.testing.interpreter import MARKER, REQUESTS_OPTION, ChildSession, serve
 
 _CHILD = pytest.StashKey[ChildSession]()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: the same arithmetic on every machine, and no fight over cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Without jaxtyping's checks of annotations: what a user sees who passes something wrong."""
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
