@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from icml26_shared.data import MissingData, find, paragraphs, sentences
 from icml26_shared.data.jsonl import read_rows
-from icml26_shared.data.text import read_text
+from icml26_shared.data.text import read_text, standard_library
 from icml26_shared.errors import UserError
 
 
@@ -113,3 +113,14 @@ def test_bad_rows_are_named_by_their_line(tmp_path, line, message):
     file.write_text('{"a": 1}\n' + line + "\n")
     with pytest.raises(UserError, match=message):
         read_rows(file, lambda row: int(row["a"]), "a row")
+
+
+def test_the_standard_librarys_sources(tmp_path, monkeypatch):
+    sources = {"b.py": "bb", "a.py": "aaa", "a/x.py": "x", "test/t.py": "t", "a/tests/u.py": "u", "c.txt": "c"}
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert standard_library(100) == b"aaaxbb"  # by path: "a.py" < "a/x.py" < "b.py"
+    assert standard_library(100, packages=False) == b"aaabb"
+    assert standard_library(4, packages=False) == b"aaab"

@@ -1,8 +1,9 @@
-"""Plain text: paragraphs and sentences, without a downloaded model."""
+"""Plain text: paragraphs and sentences, without a downloaded model; and a text that is on every machine."""
 
 from __future__ import annotations
 
 import re
+import sysconfig
 from pathlib import Path
 
 from icml26_shared.errors import UserError
@@ -13,6 +14,28 @@ _BOUNDARY = re.compile(r"""(?<=[.!?])(["')\]”’]*)\s+(?=["'(\[“‘]*[A-Z0-9
 _ABBREVIATION = re.compile(
     r"""(?:^|[\s("'\[])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Hon|Sr|Jr|vs|viz|cf|No|Vol|Fig|e\.g|i\.e|[A-Z])\.$"""
 )
+
+_NO_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+
+
+def standard_library(limit: int, *, packages: bool = True) -> bytes:
+    """The first ``limit`` bytes of the sources of Python's standard library, sorted by path, without its tests.
+
+    The same on every machine with the same Python.
+
+    Args:
+        packages: with the modules inside packages; else only those at the top.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [(file.relative_to(folder), file) for file in folder.glob("**/*.py" if packages else "*.py")]
+    chosen = sorted((name.as_posix(), file) for name, file in files if not _NO_MODULES & set(name.parts[:-1]))
+    parts, size = [], 0
+    for _, file in chosen:
+        if size >= limit:
+            break
+        parts.append(file.read_bytes())
+        size += len(parts[-1])
+    return b"".join(parts)[:limit]
 
 
 def read_text(path: str | Path) -> str:

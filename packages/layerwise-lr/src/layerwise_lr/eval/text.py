@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from icml26_shared.data.text import standard_library
+
 VOCABULARY = 128
 LIMIT = 10_000_000  # bytes
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,7 @@ def load_text(path: str | None = None) -> Text:
         ValueError: a text shorter than 100 kB.
     """
     if path is None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        origin = f"standard library of Python {sysconfig.get_python_version()}"
-        data = b"".join(file.read_bytes() for file in _sources(folder))[:LIMIT]
+        origin, data = f"standard library of Python {sysconfig.get_python_version()}", standard_library(LIMIT)
     else:
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is not a file; give a text file to train on")
@@ -57,11 +56,6 @@ def load_text(path: str | None = None) -> Text:
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     whole = torch.from_numpy(tokens)
     return Text(whole[:cut], whole[cut:], digest, origin)
-
-
-def _sources(folder: Path) -> list[Path]:
-    files = [f for f in folder.rglob("*.py") if not _LEFT_OUT & set(f.relative_to(folder).parts[:-1])]
-    return sorted(files, key=lambda f: f.relative_to(folder).as_posix())
 
 
 def batch(tokens: Tensor, length: int, size: int, generator: torch.Generator) -> Tensor:

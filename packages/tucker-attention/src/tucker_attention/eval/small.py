@@ -9,17 +9,16 @@
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from icml26_shared.data.text import standard_library
 from icml26_shared.errors import require
 from tucker_attention.attention import TuckerAttention
 from tucker_attention.baselines import FactoredAttention, GroupedAttention, LatentAttention
@@ -138,10 +137,9 @@ def train_digits(
 @lru_cache(maxsize=1)
 def stdlib_bytes(size: int = 2_000_000) -> tuple[Tensor, Tensor]:
     """Bytes of the standard library's sources, in order of their names: to train on, and the last tenth to test on."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:size]
+    text = standard_library(size, packages=False)
     if len(text) < 100_000:
-        raise ValueError(f"{folder} has only {len(text)} bytes of Python sources; this needs 100000")
+        raise ValueError(f"the standard library has only {len(text)} bytes of Python sources; this needs 100000")
     whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     cut = len(whole) * 9 // 10
     return whole[:cut], whole[cut:]
